@@ -1,0 +1,56 @@
+# `make demo` and `make test` set everything up by themselves: Python 3.11 or newer, a C compiler and make are enough.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+STAMPS := build/stamps
+SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py)
+
+.PHONY: demo test slow lint types imports check zoo range-lowest range-newest range check-all clean
+
+demo: $(READY)
+	$(BIN)/autoprec demo
+
+test: $(READY)
+	$(PYTEST)
+
+slow: $(READY)
+	$(PYTEST) -m slow
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+imports: $(READY)
+	$(BIN)/lint-imports
+
+check: lint types imports test
+
+zoo: $(READY)
+	$(BIN)/python scripts/zoo.py
+
+range: range-lowest range-newest
+
+range-lowest range-newest: range-%: $(READY)
+	$(BIN)/python scripts/check_range.py $*
+
+# each part leaves a stamp: after an interruption, or a failure that is mended, only what is missing runs
+check-all: $(addprefix $(STAMPS)/,check slow range-lowest range-newest zoo demo)
+	@echo "check-all: every part passed"
+
+$(STAMPS)/%: $(SOURCES) | $(READY)
+	$(MAKE) $*
+	@mkdir -p $(STAMPS) && touch $@
+
+$(READY): requirements/dev.txt pyproject.toml
+	@echo "setting up .venv (a few minutes, once)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,43 @@
+"""A precision autotuner for PyTorch Lightning.
+
+Public names live here; everything else may change. Start at ``AutoPrecisionCallback``.
+"""
+
+from autoprec.action import Action
+from autoprec.callback import AutoPrecisionCallback
+from autoprec.config import RECIPES, AutoPrecisionConfig, ClipConfig, GuardConfig, LossScaleConfig, recipe
+from autoprec.controller import Controller, FixedController, MapController, ScriptedController, load_map
+from autoprec.formats import FORMATS, NumberFormat, get_format
+from autoprec.guard import NonFiniteTrainingError
+from autoprec.history import Decision, History
+from autoprec.precision import AutoPrecision
+from autoprec.rule import RuleController
+from autoprec.strategy import AutoPrecisionStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FORMATS",
+    "RECIPES",
+    "Action",
+    "AutoPrecision",
+    "AutoPrecisionCallback",
+    "AutoPrecisionConfig",
+    "AutoPrecisionStrategy",
+    "ClipConfig",
+    "Controller",
+    "Decision",
+    "FixedController",
+    "GuardConfig",
+    "History",
+    "LossScaleConfig",
+    "MapController",
+    "NonFiniteTrainingError",
+    "NumberFormat",
+    "RuleController",
+    "ScriptedController",
+    "__version__",
+    "get_format",
+    "load_map",
+    "recipe",
+]

@@ -1,0 +1,417 @@
+"""The callback: collects readings when a decision is due, asks the controller, and has the request carried out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from autoprec.action import Action
+from autoprec.collect import read_globals, read_units, steered_units
+from autoprec.config import AutoPrecisionConfig
+from autoprec.controller import Controller, resolve_policy, save_map
+from autoprec.encoding import decode, encode
+from autoprec.formats import get_format
+from autoprec.history import Decision, History
+from autoprec.knobs import KNOBS
+from autoprec.plugins import check_base
+from autoprec.precision import AutoPrecision
+from autoprec.steering import Steering
+from autoprec.summary import summarize
+
+T = TypeVar("T")
+
+
+class AutoPrecisionCallback(Callback):
+    """Steers per-layer precision, loss scale and gradient clipping while a model trains.
+
+    ``Trainer(callbacks=[AutoPrecisionCallback()])`` is all there is to write. The module, its ``state_dict`` and the
+    Trainer are the same afterwards as before.
+
+    Args:
+        policy: Who decides. ``"rule"``, ``"fixed:<format>"``, the path of a map written by :meth:`save_map`, or a
+            :class:`~autoprec.controller.Controller`.
+        knobs: What may be moved, out of ``"precision"``, ``"loss_scale"``, ``"batch_size"`` and ``"clip"``. With none
+            the callback only observes, counts and guards, and training is bit-identical to training without it.
+        interval: Applied optimizer steps between decisions.
+        config: Settings, see :class:`~autoprec.config.AutoPrecisionConfig`.
+        eval_precision: ``"base"`` validates as the Trainer would without autoprec, ``"current"`` in the units' formats.
+        history_file: Write every decision as JSON Lines when fit ends: ``True`` for ``autoprec.jsonl`` in the Trainer's
+            log folder, or a path.
+        verbose: Print a short table when fit ends.
+
+    Raises:
+        ValueError: If an argument is out of range; the message says what is allowed.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[AutoPrecisionCallback()], logger=False, enable_checkpointing=False)
+    """
+
+    # Lightning attaches these to every callback
+    log: Callable[..., None]
+    log_dict: Callable[..., None]
+
+    def __init__(
+        self,
+        policy: str | Path | Controller = "rule",
+        knobs: Sequence[str] = KNOBS,
+        interval: int = 50,
+        config: AutoPrecisionConfig | None = None,
+        eval_precision: Literal["base", "current"] = "base",
+        history_file: bool | str | Path = False,
+        verbose: bool = True,
+    ) -> None:
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(f"Passed `AutoPrecisionCallback(interval={interval!r})`. `interval` must be an int >= 1.")
+        self.config = config or AutoPrecisionConfig()
+        self.controller = resolve_policy(policy, self.config)
+        self.interval = interval
+        self.history_file = history_file
+        self.verbose = verbose
+        # made here so that bad arguments raise at once; setup gives it the Trainer's plugin
+        self.plugin = AutoPrecision(config=self.config, knobs=knobs, eval_precision=eval_precision)
+        self._knobs = tuple(knobs)
+        self._eval_precision = eval_precision
+        self._found: Any = None
+        self._owner: Any = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._last_decision = 0
+        self._seen_samples = 0
+        self._next_script = 0
+        self._next_epoch = 0
+        self._has_failed = False
+        self._saved_controller: dict[str, Any] | None = None
+
+    # ---- what users and tests read ----
+
+    @property
+    def history(self) -> History:
+        """Every decision of the current or latest fit."""
+        return History() if self.steering is None else self.steering.history
+
+    @property
+    def steering(self) -> Steering | None:
+        """State of the current or latest fit, ``None`` before the first."""
+        return self.plugin.steering
+
+    @property
+    def applied_steps(self) -> int:
+        """Optimizer steps taken."""
+        return 0 if self.steering is None else self.steering.applied_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps not taken because a gradient was not finite."""
+        return 0 if self.steering is None else self.steering.skipped_steps
+
+    @property
+    def loss_scale(self) -> float:
+        """Current loss scale, 1.0 if none is in use."""
+        return 1.0 if self.steering is None else self.steering.knobs.loss_scale.scale
+
+    @property
+    def batch_size(self) -> int | None:
+        """The loader's batch size per rank, ``None`` if it is not known."""
+        return _loader_batch_size(self._owner)
+
+    @property
+    def clip_threshold(self) -> float:
+        """Threshold on the global norm of the unscaled gradients, ``math.inf`` if clipping is off."""
+        return math.inf if self.steering is None else self.steering.knobs.clip
+
+    def precision_map(self) -> dict[str, str]:
+        """Current format of every unit by name; empty before the first fit."""
+        return {} if self.steering is None else self.steering.knobs.precision_map()
+
+    def request(self, action: Action) -> None:
+        """Asks for a change from user code; checked at once, applied at the next boundary.
+
+        Args:
+            action: What is asked for.
+
+        Raises:
+            RuntimeError: If no fit is under way.
+            TypeError: If ``action`` is not an :class:`~autoprec.action.Action`.
+        """
+        if not isinstance(action, Action):
+            raise TypeError(f"Passed `request({action!r})`. It takes an `autoprec.Action`.")
+        if self._owner is None or self.steering is None:
+            raise RuntimeError("Called `request(...)` while no fit is under way. Call it from a hook or a step.")
+        self.steering.request(action)
+
+    def save_map(self, path: str | Path) -> None:
+        """Writes the current formats and knob values as YAML; ``policy=path`` trains with them.
+
+        Args:
+            path: File to write.
+
+        Raises:
+            RuntimeError: If there was no fit yet.
+        """
+        if self.steering is None:
+            raise RuntimeError("Called `save_map(...)` before the first fit: there is no map yet.")
+        knobs = self.steering.knobs
+        scale = knobs.loss_scale.scale if knobs.loss_scale.enabled else None
+        save_map(path, knobs.precision_map(), scale, knobs.clip)
+
+    # ---- set-up and clean-up ----
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Puts the plugin in place of the Trainer's own, for fit only."""
+        _check_trainer(trainer)
+        if stage != "fit":
+            return
+        self._reset()
+        found = trainer.strategy.precision_plugin
+        if isinstance(found, AutoPrecision):
+            self.plugin = found
+        else:
+            self.plugin = AutoPrecision(
+                base=check_base(found), config=self.config, knobs=self._knobs, eval_precision=self._eval_precision
+            )
+            trainer.strategy.precision_plugin = self.plugin
+            self._found = found
+        self._owner = trainer
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tells the controller which units there are."""
+        knobs = self._fit.knobs
+        units = steered_units(knobs)
+        if not units and "precision" not in knobs.masked and self.verbose:
+            rank_zero_info("autoprec: no layer of this model can be steered; loss scale and clipping still are.")
+        self._ask(lambda: self.controller.start([u.name for u in units], [knobs.steerable(u) for u in units]))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Restores what a checkpoint held, or applies the controller's first map."""
+        steering = self._fit
+        if self._saved_controller is not None:
+            state = self._saved_controller
+            self._ask(lambda: self.controller.load_state_dict(state))
+        if steering.window == 0 and self._next_script == 0:
+            formats = self._ask(self.controller.initial_map)
+            if formats:
+                steering.apply(Action(precision=formats), f"first map of policy {self.controller.name!r}")
+
+    @property
+    def _fit(self) -> Steering:
+        assert self.steering is not None, "the plugin was not asked to convert the module"
+        return self.steering
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Gives the Trainer its own plugin back."""
+        self._restore(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Gives the Trainer its own plugin back; Lightning does not call ``teardown`` after an exception."""
+        self._write_history(trainer)
+        self._restore(trainer)
+
+    def _restore(self, trainer: pl.Trainer) -> None:
+        if self._owner is None:
+            return
+        self._owner = None
+        if self._found is not None:
+            self.plugin.release()
+            trainer.strategy.precision_plugin = self._found
+            self._found = None
+
+    # ---- boundaries ----
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Applies what the controller wants from this epoch on."""
+        epoch = trainer.current_epoch
+        if epoch < self._next_epoch:
+            return
+        self._next_epoch = epoch + 1
+        self._apply(self._ask(lambda: self.controller.epoch_action(epoch)), f"epoch {epoch}")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Decides, if the last window is complete."""
+        steering = self._fit
+        steering.finish_window()
+        if not steering.is_at_boundary:
+            return
+        steering.apply_pending()
+        if steering.window >= self._next_script:
+            self._next_script = steering.window + 1
+            self._apply(self._ask(lambda: self.controller.step_action(steering.window)), f"window {steering.window}")
+        self._decide_if_due(trainer)
+
+    def _decide_if_due(self, trainer: pl.Trainer) -> None:
+        steering = self._fit
+        if steering.applied_steps - self._last_decision < self.interval:
+            return
+        if steering.samples == self._seen_samples:
+            steering.is_sampling = True  # the next window is measured, the decision follows it
+            return
+        self._last_decision, self._seen_samples = steering.applied_steps, steering.samples
+        self._decide(trainer)
+
+    def _decide(self, trainer: pl.Trainer) -> None:
+        steering, knobs = self._fit, self._fit.knobs
+        steering.telemetry.flush()
+        units = read_units(knobs, steering.telemetry, steering.applied_steps)
+        run = read_globals(knobs, steering.telemetry, _progress(trainer))
+        observation = encode(units, run)
+
+        def decision() -> Action | None:
+            moves = self.controller.decide(observation)
+            return moves if moves is None or isinstance(moves, Action) else decode(moves, units, run)
+
+        action = self._ask(decision)
+        self._apply(_without_masked(action, knobs.masked, knobs.loss_scale.enabled), f"policy {self.controller.name!r}")
+        steering.telemetry.start_window()
+
+    def _apply(self, action: Action | None, why: str) -> None:
+        if action is not None and not action.is_empty:
+            self._fit.apply(action, why)
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """Asks the controller; its fault must not end the user's run, so it is recorded once and ignored."""
+        try:
+            with isolate_rng(), torch.no_grad(), torch.autocast(self._fit.runtime.device_type, enabled=False):
+                return question()
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                reason = f"{type(error).__name__}: {error}"
+                self.history.append(Decision(self._fit.window, "policy", None, None, None, None, "refused", reason))
+                rank_zero_warn(
+                    f"autoprec: policy {self.controller.name!r} failed ({reason}); the run goes on without it."
+                )
+            return None
+
+    # ---- reports ----
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Closes the window and logs."""
+        self._fit.finish_window()
+        if trainer.barebones or self._fit.window % max(_log_interval(trainer), 1):
+            return
+        self.log_dict(self._metrics(), prog_bar=False)
+        self.log("autoprec/bits", self._mean_bits(), prog_bar=True)
+
+    def _metrics(self) -> dict[str, float]:
+        steering, clip = self._fit, self.clip_threshold
+        metrics = {
+            "autoprec/loss_scale": self.loss_scale,
+            "autoprec/applied_steps": float(steering.applied_steps),
+            "autoprec/skipped_steps": float(steering.skipped_steps),
+        }
+        if math.isfinite(clip):
+            metrics["autoprec/clip_threshold"] = clip
+        if steering.telemetry.norms:
+            metrics["autoprec/grad_norm"] = steering.telemetry.norms[-1]
+        return metrics
+
+    def _mean_bits(self) -> float:
+        """Bits per parameter of the formats in use."""
+        knobs = self._fit.knobs
+        units = list(knobs.units.values())
+        total = sum(unit.parameter_count for unit in units)
+        if not total:
+            return 32.0
+        return sum(get_format(knobs.formats[u.name]).bits * u.parameter_count for u in units) / total
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prints the table and writes the history, if asked to."""
+        self._write_history(trainer)
+        if self.verbose and not trainer.barebones:
+            rank_zero_info(summarize(self._fit, self.controller.name))
+
+    @rank_zero_only
+    def _write_history(self, trainer: pl.Trainer) -> None:
+        if self.history_file is False or self._owner is None:
+            return
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        self.history.to_jsonl(folder / "autoprec.jsonl" if self.history_file is True else Path(self.history_file))
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything that a resumed run needs, as primitives and the controller's tensors."""
+        return {
+            "version": 1,
+            "policy": self.controller.name,
+            "controller": self.controller.state_dict(),
+            "last_decision": self._last_decision,
+            "seen_samples": self._seen_samples,
+            "next_script": self._next_script,
+            "next_epoch": self._next_epoch,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what ``state_dict`` returned. The plugin restores its own part."""
+        self._last_decision = int(state_dict["last_decision"])
+        self._seen_samples = int(state_dict["seen_samples"])
+        self._next_script = int(state_dict["next_script"])
+        self._next_epoch = int(state_dict["next_epoch"])
+        if state_dict["policy"] == self.controller.name:
+            self._saved_controller = dict(state_dict["controller"])
+        else:
+            rank_zero_warn(
+                f"The checkpoint was written under policy {state_dict['policy']!r}; {self.controller.name!r} starts"
+                " anew from its formats and knob values."
+            )
+
+
+def _without_masked(action: Action | None, masked: dict[str, str], has_loss_scale: bool) -> Action | None:
+    """Drops what a policy moves although it is masked; only explicit requests are worth a line in the record."""
+    if action is None:
+        return None
+    return Action(
+        precision=None if "precision" in masked else action.precision,
+        loss_scale=None if "loss_scale" in masked or not has_loss_scale else action.loss_scale,
+        clip=None if "clip" in masked else action.clip,
+        batch_size=None if "batch_size" in masked else action.batch_size,
+    )
+
+
+def _check_trainer(trainer: Any) -> None:
+    if not isinstance(trainer, pl.Trainer):
+        raise MisconfigurationException(
+            f"AutoPrecisionCallback belongs to `lightning.pytorch`, but the Trainer is a"
+            f" `{type(trainer).__module__}.{type(trainer).__qualname__}`. The two packages do not mix: gradients would"
+            " silently not be clipped. Import Trainer and LightningModule from `lightning.pytorch`."
+        )
+    if trainer.world_size > 1:
+        raise MisconfigurationException(
+            f"AutoPrecisionCallback runs on one process, but `Trainer(strategy=..., devices=...)` starts"
+            f" {trainer.world_size}. Use `devices=1`, or train without the callback."
+        )
+    check_base(trainer.strategy.precision_plugin)
+
+
+def _log_interval(trainer: Any) -> int:
+    return int(trainer.log_every_n_steps)
+
+
+def _progress(trainer: pl.Trainer) -> float:
+    if trainer.max_steps and trainer.max_steps > 0:
+        return min(trainer.global_step / trainer.max_steps, 1.0)
+    epochs, batches = trainer.max_epochs, trainer.num_training_batches
+    if not epochs or epochs < 0 or not batches or math.isinf(batches):
+        return math.nan
+    done = trainer.current_epoch + trainer.fit_loop.epoch_loop.batch_progress.current.ready / batches
+    return min(done / epochs, 1.0)
+
+
+def _loader_batch_size(trainer: Any) -> int | None:
+    loader = getattr(trainer, "train_dataloader", None)
+    size = getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) else None

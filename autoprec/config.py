@@ -1,0 +1,213 @@
+"""Settings: frozen, keyword-only, validated when they are made.
+
+What lives here: every number a user can set, its default and its legal range, and named recipes. What does not: the
+values that a run changes while it trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from autoprec.formats import get_format, nearest
+
+
+def _check_type(config: object, name: str, expected: type | tuple[type, ...]) -> None:
+    value = getattr(config, name)
+    kinds = expected if isinstance(expected, tuple) else (expected,)
+    # bool is an int to Python, but `growth_interval=True` is a slip
+    if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
+        return
+    raise TypeError(
+        f"Passed `{type(config).__qualname__}({name}={value!r})` with type `{type(value).__qualname__}`."
+        f" `{name}` must be of type {' or '.join(f'`{kind.__qualname__}`' for kind in kinds)}."
+    )
+
+
+def _check_real(config: object, name: str, is_legal: Callable[[float], bool], allowed: str) -> None:
+    _check_type(config, name, (float, int))
+    _check_range(config, name, is_legal, allowed)
+
+
+def _check_int(config: object, name: str, *, minimum: int) -> None:
+    _check_type(config, name, int)
+    _check_range(config, name, lambda value: value >= minimum, f"an int >= {minimum}")
+
+
+def _check_range(config: object, name: str, is_legal: Callable[[Any], bool], allowed: str) -> None:
+    value = getattr(config, name)
+    if not is_legal(value):
+        raise ValueError(f"Passed `{type(config).__qualname__}({name}={value!r})`. `{name}` must be {allowed}.")
+
+
+def _check_formats(formats: tuple[str, ...] | None) -> None:
+    if formats is None:
+        return
+    if not isinstance(formats, tuple):
+        raise TypeError(
+            f"Passed `AutoPrecisionConfig(formats={formats!r})` with type `{type(formats).__qualname__}`."
+            " `formats` must be a tuple of format names or None."
+        )
+    for name in formats:
+        get_format(name)
+    if not formats or len(set(formats)) != len(formats):
+        raise ValueError(
+            f"Passed `AutoPrecisionConfig(formats={formats!r})`."
+            " `formats` must hold at least one name and none twice. Use None for what the device runs natively."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """How the loss scale moves, in GradScaler's words, between a floor and a cap.
+
+    Args:
+        init_scale: First loss scale.
+        growth_factor: Factor after ``growth_interval`` clean steps.
+        backoff_factor: Factor after a skipped step.
+        growth_interval: Clean steps in a row before the scale grows.
+        floor: Smallest scale. Below 1 the loss would be scaled down, which cures no overflow that matters.
+        cap: Largest scale, for growth and for requests alike.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    floor: float = 1.0
+    cap: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        _check_real(self, "floor", lambda v: 0.0 < v < math.inf, "a finite float > 0")
+        _check_real(self, "cap", lambda v: self.floor <= v <= 2.0**126, f"a float >= `floor` ({self.floor}), <= 2**126")
+        _check_real(self, "init_scale", lambda v: self.floor <= v <= self.cap, f"a float in [{self.floor}, {self.cap}]")
+        _check_real(self, "growth_factor", lambda v: 1.0 < v < math.inf, "a finite float > 1")
+        _check_real(self, "backoff_factor", lambda v: 0.0 < v < 1.0, "a float in (0, 1)")
+        _check_int(self, "growth_interval", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipConfig:
+    """How the gradient-clip threshold follows the running median of finite global norms.
+
+    Args:
+        multiplier: Threshold in units of the median. ``inf`` turns clipping off.
+        window: Norms in the running median.
+        min_norms: Finite norms seen before the median clips anything.
+        floor: Smallest threshold in units of the median. A request below it is limited to it, so that no request can
+            freeze training.
+    """
+
+    multiplier: float = 1.5
+    window: int = 64
+    min_norms: int = 16
+    floor: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        _check_real(self, "floor", lambda v: 0.0 < v < math.inf, "a finite float > 0")
+        _check_real(self, "multiplier", lambda v: v >= self.floor, f"a float >= `floor` ({self.floor}), inf for off")
+        _check_int(self, "window", minimum=1)
+        _check_int(self, "min_norms", minimum=1)
+        if self.min_norms > self.window:
+            raise ValueError(
+                f"Passed `ClipConfig(min_norms={self.min_norms!r}, window={self.window!r})`."
+                " `min_norms` must be <= `window`. Lower `min_norms` or raise `window`."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """When the guard steps in.
+
+    Args:
+        max_consecutive_skips: Skipped steps in a row before low precision is given up, and again before training
+            stops.
+        hold: Applied steps that a raised unit stays where it was put.
+        underflow_fraction: Share of a unit's gradient that may underflow before the unit is raised.
+    """
+
+    max_consecutive_skips: int = 20
+    hold: int = 200
+    underflow_fraction: float = 0.25
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        _check_int(self, "max_consecutive_skips", minimum=1)
+        _check_int(self, "hold", minimum=0)
+        _check_real(self, "underflow_fraction", lambda v: 0.0 < v <= 1.0, "a float in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoPrecisionConfig:
+    """All settings of a run.
+
+    Args:
+        formats: Formats that may be chosen, by name. ``None`` takes those of fp32, bf16 and fp16 that the device
+            runs natively. fp32 is always legal, named or not: it is where the guard falls back to.
+        granularity: ``"layer"`` decides for each layer, ``"block"`` for each repeated block.
+        clamp_output: Largest absolute value that a unit may put out in fp16, fp8 or int8. ``None`` does not clamp.
+        hold_schedules: Whether a skipped step leaves the learning-rate schedules of kind "step" where they are.
+            ``False`` follows Lightning, which moves them on.
+        stable_cv: Relative spread of a unit's gradient norm below which the rule calls its gradients stable.
+        headroom_bits: Bits between a unit's amax and the largest value of a format before the rule lowers it to there.
+        loss_scale: How the loss scale moves.
+        clip: How the clip threshold moves.
+        guard: When the guard steps in.
+    """
+
+    formats: tuple[str, ...] | None = None
+    granularity: Literal["layer", "block"] = "layer"
+    clamp_output: float | None = None
+    hold_schedules: bool = True
+    stable_cv: float = 0.5
+    headroom_bits: float = 2.0
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        _check_formats(self.formats)
+        if self.granularity not in ("layer", "block"):
+            raise ValueError(
+                f"Passed `AutoPrecisionConfig(granularity={self.granularity!r})`."
+                f" `granularity` must be 'block' or 'layer'.{nearest(self.granularity, ('block', 'layer'))}"
+            )
+        if self.clamp_output is not None:
+            _check_real(self, "clamp_output", lambda v: 0.0 < v < math.inf, "None or a finite float > 0")
+        _check_real(self, "stable_cv", lambda v: v >= 0.0, "a float >= 0")
+        _check_real(self, "headroom_bits", lambda v: 0.0 <= v < math.inf, "a finite float >= 0")
+        _check_type(self, "hold_schedules", bool)
+        _check_type(self, "loss_scale", LossScaleConfig)
+        _check_type(self, "clip", ClipConfig)
+        _check_type(self, "guard", GuardConfig)
+
+
+RECIPES: dict[str, AutoPrecisionConfig] = {
+    "default": AutoPrecisionConfig(),
+    "cautious": AutoPrecisionConfig(stable_cv=0.25, headroom_bits=4.0, guard=GuardConfig(hold=1000)),
+    "eager": AutoPrecisionConfig(stable_cv=1.0, headroom_bits=1.0, guard=GuardConfig(hold=100)),
+    # no fp16 means no loss scale and no range to watch
+    "bf16": AutoPrecisionConfig(formats=("fp32", "bf16")),
+    # GradScaler's interval of 2000 never comes round in a run of a few thousand steps
+    "short": AutoPrecisionConfig(loss_scale=LossScaleConfig(growth_interval=100), guard=GuardConfig(hold=50)),
+}
+"""Named settings: the defaults, two degrees of daring, a choice without fp16, and one for runs of a few epochs."""
+
+
+def recipe(name: str) -> AutoPrecisionConfig:
+    """Returns the settings called ``name``.
+
+    Args:
+        name: One of ``RECIPES``.
+
+    Raises:
+        ValueError: If there is no such recipe. The message lists the names and the nearest one.
+    """
+    if name not in RECIPES:
+        raise ValueError(f"Passed `recipe({name!r})`. Known recipes: {sorted(RECIPES)}.{nearest(name, RECIPES)}")
+    return RECIPES[name]

@@ -1,0 +1,343 @@
+"""Who decides: the controller protocol, three controllers that follow orders, and how a policy is named.
+
+What lives here: fixed formats, scripts and saved maps. What does not: policies that look at the observation, and
+whether what a controller asks for is legal.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoprec.action import Action
+from autoprec.config import AutoPrecisionConfig
+from autoprec.encoding import Observation
+from autoprec.formats import FORMATS, get_format, nearest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Moves = NDArray[np.integer[Any]]
+
+
+class Controller(ABC):
+    """Decides at the boundaries between optimizer windows.
+
+    A run calls ``start`` once before its first window and asks ``initial_map`` unless it resumes. Before window ``n``
+    it asks ``step_action(n)``, before epoch ``m`` ``epoch_action(m)``, and whenever a decision is due ``decide``. All
+    of them must be deterministic, and none may touch a global random generator.
+
+    Attributes:
+        name: Short name for records and reports.
+    """
+
+    name: str = "controller"
+
+    def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:  # noqa: B027
+        """Begins a run afresh, or goes on from a state loaded just before. A state may also be loaded after it.
+
+        Args:
+            names: Unit names in the order of their rows.
+            legal: For each unit the formats it may be given, from wide to narrow.
+        """
+
+    def initial_map(self) -> Mapping[str, str] | None:
+        """Returns the formats wanted from window 0 on, by unit name or pattern. ``None`` keeps what is there."""
+        return None
+
+    def step_action(self, window: int) -> Action | None:
+        """Returns what is wanted before an optimizer window.
+
+        Args:
+            window: Index from 0, skipped windows included.
+        """
+        return None
+
+    def epoch_action(self, epoch: int) -> Action | None:
+        """Returns what is wanted before an epoch.
+
+        Args:
+            epoch: Index from 0.
+        """
+        return None
+
+    @abstractmethod
+    def decide(self, observation: Observation) -> Moves | Action | None:
+        """Decides from an observation.
+
+        Args:
+            observation: ``[n_knobs, n_features]``, float32, as ``autoprec.encoding.encode`` returns it.
+
+        Returns:
+            One move -1, 0 or 1 per row, or a request, or ``None`` for no change.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs, as primitives and tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Takes over what ``state_dict`` returned.
+
+        Args:
+            state: The saved state.
+        """
+
+
+class FixedController(Controller):
+    """Puts every unit that computes with a weight matrix into one format and leaves it there.
+
+    Args:
+        format: One of ``autoprec.formats.FORMATS``.
+
+    Raises:
+        ValueError: If there is no such format.
+    """
+
+    def __init__(self, format: str) -> None:
+        self.format = get_format(format).name
+        self.name = f"fixed:{self.format}"
+
+    def initial_map(self) -> Mapping[str, str]:
+        """Returns the format for all units with a weight matrix."""
+        return {"*": self.format}
+
+    def decide(self, observation: Observation) -> None:
+        """Changes nothing."""
+
+
+class ScriptedController(Controller):
+    """Asks for given actions before given windows and epochs.
+
+    A subclass may override ``decide`` to look at the observation as well.
+
+    Args:
+        steps: Action by optimizer window, counted from 0, skipped windows included.
+        epochs: Action by epoch, counted from 0.
+
+    Raises:
+        TypeError: If a key is not an int or a value is not an ``Action``.
+        ValueError: If a key is negative.
+
+    Example:
+        >>> script = ScriptedController(steps={3: Action(precision={"net.0": "bf16"})})
+        >>> script.step_action(3)
+        Action(precision={'net.0': 'bf16'}, loss_scale=None, clip=None, batch_size=None, accumulate=None)
+    """
+
+    name = "scripted"
+
+    def __init__(self, steps: Mapping[int, Action] | None = None, epochs: Mapping[int, Action] | None = None) -> None:
+        self.steps = _checked_script("steps", steps)
+        self.epochs = _checked_script("epochs", epochs)
+
+    def step_action(self, window: int) -> Action | None:
+        """Returns the action scripted for a window.
+
+        Args:
+            window: Index from 0.
+        """
+        return self.steps.get(window)
+
+    def epoch_action(self, epoch: int) -> Action | None:
+        """Returns the action scripted for an epoch.
+
+        Args:
+            epoch: Index from 0.
+        """
+        return self.epochs.get(epoch)
+
+    def decide(self, observation: Observation) -> Moves | Action | None:
+        """Changes nothing. Override it to act on the observation.
+
+        Args:
+            observation: ``[n_knobs, n_features]``.
+        """
+        return None
+
+
+class MapController(Controller):
+    """Trains with a saved map: formats, loss scale and clip threshold from window 0 on, never changed.
+
+    Args:
+        source: File written by ``save_map``, or format names by unit name or pattern.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        TypeError: If ``source`` is neither, or its keys and values are not strings.
+        ValueError: If the file is not a map, or a format name is unknown.
+    """
+
+    def __init__(self, source: str | Path | Mapping[str, str]) -> None:
+        if isinstance(source, (str, Path)):
+            self.name = f"map:{source}"
+            self.action = load_map(source)
+        else:
+            self.name = "map"
+            self.action = Action(precision=source)
+
+    def initial_map(self) -> Mapping[str, str] | None:
+        """Returns the formats of the map."""
+        return self.action.precision
+
+    def step_action(self, window: int) -> Action | None:
+        """Returns loss scale and clip threshold of the map before the first window.
+
+        Args:
+            window: Index from 0.
+        """
+        knobs = Action(loss_scale=self.action.loss_scale, clip=self.action.clip)
+        return knobs if window == 0 and not knobs.is_empty else None
+
+    def decide(self, observation: Observation) -> None:
+        """Changes nothing."""
+
+
+def resolve_policy(policy: str | Path | Controller, config: AutoPrecisionConfig | None = None) -> Controller:
+    """Returns the controller that ``policy`` names.
+
+    Args:
+        policy: ``"rule"``, ``"fixed:<format>"``, the path of a file written by ``save_map``, or a controller.
+        config: Settings for a policy made by name.
+
+    Raises:
+        FileNotFoundError: If the path of a map has no file.
+        TypeError: If ``policy`` is something else.
+        ValueError: If there is no such policy, or the file is not a map.
+    """
+    if isinstance(policy, Controller):
+        return policy
+    if not isinstance(policy, (str, Path)):
+        raise TypeError(
+            f"Passed `policy={policy!r}` with type `{type(policy).__qualname__}`."
+            " `policy` must be a policy's name, the path of a map or a Controller."
+        )
+    if policy == "rule":
+        # the rule is a controller, so its module imports this one
+        from autoprec.rule import RuleController
+
+        return RuleController(config)
+    if isinstance(policy, str) and policy in _fixed_names():
+        return FixedController(policy.removeprefix("fixed:"))
+    if Path(policy).suffix in (".yaml", ".yml") or Path(policy).is_file():
+        return MapController(policy)
+    known = ["rule", *_fixed_names()]
+    raise ValueError(
+        f"Passed `policy={str(policy)!r}`. Known policies: {sorted(known)}, the path of a map file, or a Controller."
+        f"{nearest(str(policy), known)}"
+    )
+
+
+def save_map(
+    path: str | Path, precision: Mapping[str, str], loss_scale: float | None = None, clip: float | None = None
+) -> None:
+    """Writes formats and knob values as YAML, to train with later.
+
+    Args:
+        path: File to write. Replaced if it exists, its folder is made if it does not.
+        precision: Format name by unit name or pattern.
+        loss_scale: Loss scale to start with, finite and > 0. ``None`` leaves it to the run.
+        clip: Clip threshold to start with, > 0, ``inf`` for off. ``None`` leaves it to the run.
+
+    Raises:
+        ValueError: If a value is out of range or a format name is unknown.
+    """
+    import yaml
+
+    path = Path(path)
+    document = {"version": 1, "precision": dict(precision), "loss_scale": loss_scale, "clip": clip}
+    _checked_map(f"Passed `save_map({str(path)!r}, ...)`.", document)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+
+
+def load_map(path: str | Path) -> Action:
+    """Reads what ``save_map`` wrote.
+
+    Args:
+        path: File to read.
+
+    Returns:
+        A request for the formats, the loss scale and the clip threshold of the file.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file is not a map. The message names the file and the fields.
+    """
+    import yaml
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"Passed the map {str(path)!r}. There is no such file.")
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"Passed the map {str(path)!r}. The file is not YAML: {error}") from error
+    return _checked_map(f"Passed the map {str(path)!r}.", document)
+
+
+def _checked_map(source: str, document: object) -> Action:
+    from pydantic import ValidationError
+
+    try:
+        fields = _map_model().model_validate(document).model_dump(exclude={"version"})
+    except ValidationError as error:
+        faults = "".join(
+            f" Field {'.'.join(map(str, fault['loc'])) or 'document'!r}: {fault['msg']}." for fault in error.errors()
+        )
+        raise ValueError(
+            f"{source} A map has the fields version (1), precision (format name by unit name, quoted if it looks like a"
+            f" number), loss_scale (null or a finite number > 0) and clip (null, .inf or a number > 0).{faults}"
+        ) from error
+    return Action(**fields)
+
+
+@cache
+def _map_model() -> type[BaseModel]:
+    # most runs have no map, so its tools are imported on use
+    from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+    class MapFile(BaseModel):
+        model_config = ConfigDict(extra="forbid", strict=True)
+
+        version: Literal[1]
+        precision: dict[str, str]
+        loss_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+        clip: float | None = Field(default=None, gt=0)
+
+        @field_validator("precision")
+        @classmethod
+        def check_formats(cls, precision: dict[str, str]) -> dict[str, str]:
+            for name in precision.values():
+                get_format(name)
+            return precision
+
+    return MapFile
+
+
+def _fixed_names() -> list[str]:
+    return [f"fixed:{name}" for name in FORMATS]
+
+
+def _checked_script(name: str, script: Mapping[int, Action] | None) -> dict[int, Action]:
+    script = {} if script is None else script
+    if not isinstance(script, Mapping):
+        raise TypeError(
+            f"Passed `ScriptedController({name}=...)` with type `{type(script).__qualname__}`."
+            f" `{name}` must be a mapping from ints >= 0 to Action."
+        )
+    for key, action in script.items():
+        passed = f"Passed `ScriptedController({name}={{{key!r}: {action!r}}})`."
+        if isinstance(key, bool) or not isinstance(key, int):
+            raise TypeError(f"{passed} Keys must be of type `int`, not `{type(key).__qualname__}`.")
+        if key < 0:
+            raise ValueError(f"{passed} Keys must be >= 0. Windows and epochs count from 0.")
+        if not isinstance(action, Action):
+            raise TypeError(f"{passed} Values must be of type `Action`, not `{type(action).__qualname__}`.")
+    return dict(script)

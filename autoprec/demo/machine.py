@@ -1,0 +1,48 @@
+"""What a result depends on besides the code: versions, command, machine. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from autoprec import __version__
+
+
+def circumstances(threads: int) -> dict[str, Any]:
+    """Returns where, when and with what the demo runs.
+
+    Args:
+        threads: Threads for one operation.
+    """
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {"autoprec": __version__, "python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "lightning", "numpy", "scikit-learn")},
+        "threads": threads,
+        "machine": {"system": platform.platform(), "processor": processor_name(), "cores": os.cpu_count()},
+    }
+
+
+def version(distribution: str) -> str:
+    """Returns the version of an installed distribution, or ``not installed``."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def processor_name() -> str:
+    """Returns the processor's name as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

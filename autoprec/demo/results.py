@@ -1,0 +1,207 @@
+"""What the runs gave, and what follows from it: ratios with quartiles, differences with their spread, verdicts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autoprec.demo.messages import Done, Turn
+
+SAME_TIME = 0.05
+"""Step-time ratios nearer to 1 than this count as no difference."""
+
+
+@dataclass
+class RunResult:
+    """Everything one run gave.
+
+    Args:
+        task: Name of the task.
+        arm: Name of the arm.
+        seed: The run's seed.
+        formats: What its compute formats are called, for a static run.
+    """
+
+    task: str
+    arm: str
+    seed: int
+    formats: str
+    parameters: int = 0
+    rounds: list[list[float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    points: list[tuple[int, float, float]] = field(default_factory=list)
+    format_changes: list[tuple[int, dict[str, str]]] = field(default_factory=list)
+    final_loss: float = float("nan")
+    done: Done = field(default_factory=lambda: Done(None))
+
+    def add_turn(self, turn: Turn) -> None:
+        """Adds the steps of one turn."""
+        self.rounds.append(turn.step_s)
+        self.losses += turn.losses
+        self.format_changes += turn.formats
+
+    def add_point(self, loss: float) -> None:
+        """Adds a point of the validation curve: steps and seconds trained so far, and the loss."""
+        self.points.append((self.steps, self.seconds, loss))
+
+    def end(self, done: Done) -> None:
+        """Takes over what the run reported at its end."""
+        self.done = done
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps attempted."""
+        return len(self.losses)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent in steps; waiting and evaluating do not count."""
+        return sum(map(sum, self.rounds))
+
+    def step_seconds(self, warmup: int) -> list[float]:
+        """Returns the seconds of each step after the first ``warmup``."""
+        return [second for turn in self.rounds for second in turn][warmup:]
+
+    def round_medians(self, warmup: int) -> list[float | None]:
+        """Returns the median step time of each round, None for a round that begins in the warm-up."""
+        medians: list[float | None] = []
+        steps = 0
+        for turn in self.rounds:
+            medians.append(statistics.median(turn) if steps >= warmup else None)
+            steps += len(turn)
+        return medians
+
+    def format_shares(self) -> dict[str, float]:
+        """Returns the share of parameters in each format at the end, largest first; empty for a static run."""
+        if not self.format_changes:
+            return {}
+        sizes = self.done.unit_parameters
+        shares: dict[str, float] = {}
+        for unit, name in self.format_changes[-1][1].items():
+            shares[name] = shares.get(name, 0.0) + sizes.get(unit, 0) / max(1, sum(sizes.values()))
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Returns median and quartiles of the values; all NaN without values."""
+        if not values:
+            return cls(float("nan"), float("nan"), float("nan"))
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+def step_ratio(runs: Sequence[RunResult], arm: str, baseline: str, warmup: int) -> Spread:
+    """Compares the step times of two arms, round by round and seed by seed.
+
+    Args:
+        runs: Results of one task.
+        arm: The arm above the line of the ratio.
+        baseline: The arm below it.
+        warmup: First steps that do not count.
+
+    Returns:
+        Median and quartiles of the ratios of both arms' median step times in a round; above 1 means slower.
+    """
+    ratios: list[float] = []
+    for run in (run for run in runs if run.arm == arm):
+        other = next((other for other in runs if other.arm == baseline and other.seed == run.seed), None)
+        if other is not None:
+            ratios += _round_ratios(run, other, warmup)
+    return Spread.of(ratios)
+
+
+def repeat_ratio(runs: Sequence[RunResult], baseline: str, warmup: int) -> Spread:
+    """Returns the ratio of the baseline's second run to its first: what equal work differs by on this machine."""
+    first, second = [run for run in runs if run.arm == baseline][:2]
+    return run_ratio(second, first, warmup)
+
+
+def run_ratio(run: RunResult, other: RunResult, warmup: int) -> Spread:
+    """Compares the step times of two runs round by round; above 1 means that ``run`` is slower than ``other``."""
+    return Spread.of(_round_ratios(run, other, warmup))
+
+
+def _round_ratios(run: RunResult, other: RunResult, warmup: int) -> list[float]:
+    pairs = zip(run.round_medians(warmup), other.round_medians(warmup), strict=True)
+    return [above / below for above, below in pairs if above is not None and below is not None]
+
+
+def final_losses(runs: Sequence[RunResult], arm: str) -> dict[int, float]:
+    """Returns the held-out loss at the end by seed."""
+    return {run.seed: run.final_loss for run in runs if run.arm == arm}
+
+
+@dataclass(frozen=True)
+class LossDifference:
+    """How far the steered runs end from the best static arm.
+
+    Args:
+        best_static: The static arm with the lowest mean loss over the seeds that the steered arm has too.
+        steered: Mean loss of the steered arm.
+        static: Mean loss of the best static arm.
+        spread: What another seed changes in a static arm: its largest loss less its smallest.
+    """
+
+    best_static: str
+    steered: float
+    static: float
+    spread: float
+
+    @property
+    def value(self) -> float:
+        """Steered less best static; negative is better."""
+        return self.steered - self.static
+
+
+def loss_difference(runs: Sequence[RunResult], steered: str, baseline: str) -> LossDifference:
+    """Compares held-out losses at the end, seed by seed.
+
+    Args:
+        runs: Results of one task.
+        steered: Name of the arm under test.
+        baseline: The static arm whose seeds give the spread.
+    """
+    ours = final_losses(runs, steered)
+    means: dict[str, float] = {}
+    for arm in dict.fromkeys(run.arm for run in runs if run.arm != steered):
+        losses = final_losses(runs, arm)
+        means[arm] = statistics.fmean(losses[seed] for seed in ours)
+    best = min(means, key=lambda arm: (math.isnan(means[arm]), means[arm]))
+    seeds = final_losses(runs, baseline).values()
+    return LossDifference(best, statistics.fmean(ours.values()), means[best], max(seeds) - min(seeds))
+
+
+def time_verdict(ratio: Spread, repeat: Spread) -> str:
+    """Returns ``faster``, ``slower`` or ``no difference``.
+
+    Args:
+        ratio: Step time of the arm under test against the baseline.
+        repeat: The same of two runs of the baseline. A ratio counts only if it is further from 1 than this one and
+            than 5 %, and if its quartiles do not hold 1.
+    """
+    noise = max(abs(math.log(repeat.median)), math.log1p(SAME_TIME))
+    if ratio.low <= 1 <= ratio.high or abs(math.log(ratio.median)) <= noise:
+        return "no difference"
+    return "faster" if ratio.median < 1 else "slower"
+
+
+def loss_verdict(difference: LossDifference) -> str:
+    """Returns ``better``, ``worse`` or ``no difference``: the last where another seed changes as much."""
+    if not math.isfinite(difference.value):
+        return "not finite"
+    if abs(difference.value) <= difference.spread:
+        return "no difference"
+    return "better" if difference.value < 0 else "worse"

@@ -1,0 +1,165 @@
+"""Runs that take turns: each in a process of its own, one at a time, so that a slow spell of the machine hits all.
+
+The order is reversed every round. A run that fails ends all of them with its own error; nothing waits for a process
+that is gone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TypeVar
+
+from autoprec.demo.messages import Command, Done, Evaluate, Evaluated, Failed, Finish, Go, Ready, Reply, Turn
+from autoprec.demo.results import RunResult
+from autoprec.demo.tasks import Arm, Task
+from autoprec.demo.worker import serve
+
+MIN_ROUNDS = 3
+
+_R = TypeVar("_R", Ready, Turn, Evaluated, Done)
+
+
+class RunError(RuntimeError):
+    """A run of the demo failed; the message holds what it raised and where its output is."""
+
+
+class Worker:
+    """The parent's side of a run's process.
+
+    Args:
+        task: What is trained.
+        arm: How it is trained.
+        seed: The run's seed.
+        threads: Threads for one operation.
+        logs: Folder of the file that receives what the run prints.
+    """
+
+    def __init__(self, task: Task, arm: Arm, seed: int, threads: int, logs: Path) -> None:
+        self.result = RunResult(task.name, arm.name, seed, arm.formats)
+        self._log = logs / f"{task.name}-{arm.name}-{seed}.log"
+        # one server imports torch and lightning, and every run is forked from it; elsewhere that is not safe
+        context = get_context("forkserver") if sys.platform == "linux" else get_context("spawn")
+        context.set_forkserver_preload(["torch", "lightning.pytorch", "autoprec.demo.worker"])
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(task, arm, seed, threads, other, self._log), daemon=True)
+        self._process.start()
+        other.close()
+
+    @property
+    def name(self) -> str:
+        """Name of the run in messages."""
+        return f"{self.result.task}/{self.result.arm}/seed {self.result.seed}"
+
+    def ask(self, command: Command, kind: type[_R]) -> _R:
+        """Sends a command and returns the reply, which must be of the given kind.
+
+        Raises:
+            RunError: If the run failed or its process is gone.
+        """
+        with suppress(BrokenPipeError):  # why the run is gone is still to be read
+            self._connection.send(command)
+        return self.receive(kind)
+
+    def receive(self, kind: type[_R]) -> _R:
+        """Returns the next reply, which must be of the given kind.
+
+        Raises:
+            RunError: If the run failed or its process is gone.
+        """
+        wait([self._connection, self._process.sentinel])
+        try:
+            reply: Reply | None = self._connection.recv() if self._connection.poll() else None
+        except (EOFError, ConnectionResetError):
+            reply = None
+        if reply is None:
+            self._process.join()
+            raise RunError(
+                f"The run {self.name} is gone: its process ended with exit code {self._process.exitcode}."
+                f" What it printed is in `{self._log}`."
+            )
+        if isinstance(reply, Failed):
+            raise RunError(f"The run {self.name} failed. What it printed is in `{self._log}`.\n\n{reply.traceback}")
+        assert isinstance(reply, kind), f"{self.name}: expected {kind.__name__}, got {reply!r}"
+        return reply
+
+    def terminate(self) -> None:
+        """Asks the process to end, whatever it does."""
+        self._connection.close()
+        self._process.terminate()
+
+    def join(self) -> None:
+        """Waits for the end of the process, not for long."""
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+@contextmanager
+def open_workers(task: Task, threads: int, logs: Path) -> Iterator[list[Worker]]:
+    """Starts one process for each run of the task and ends them all on the way out."""
+    with ExitStack() as joins, ExitStack() as terminations:
+        workers = []
+        for arm, seed in task.runs:
+            worker = Worker(task, arm, seed, threads, logs)
+            joins.callback(worker.join)
+            terminations.callback(worker.terminate)
+            workers.append(worker)
+        yield workers
+
+
+def run_in_turns(
+    task: Task, threads: int, logs: Path, deadline: float, on_turn: Callable[[RunResult], None]
+) -> list[RunResult]:
+    """Trains every run of the task, a few steps in turn.
+
+    Args:
+        task: What is trained.
+        threads: Threads for one operation.
+        logs: Folder for what the runs print.
+        deadline: Value of ``time.monotonic()`` after which no further round starts; all runs then have equally many
+            steps, fewer than planned.
+        on_turn: Called after each turn with the run's result so far.
+
+    Returns:
+        The results in the order of ``task.runs``.
+
+    Raises:
+        RunError: If a run failed.
+    """
+    with open_workers(task, threads, logs) as workers:
+        for worker in workers:
+            worker.result.parameters = worker.receive(Ready).parameters
+        steps = 0
+        for index, size in enumerate(_turn_sizes(task)):
+            started = time.monotonic()
+            round_s = _round_seconds(workers)
+            steps += size
+            is_last = steps == task.steps or (index >= MIN_ROUNDS - 1 and started + 2 * round_s > deadline)
+            for worker in workers if index % 2 == 0 else reversed(workers):
+                worker.result.add_turn(worker.ask(Go(size, is_last), Turn))
+                on_turn(worker.result)
+            if is_last or steps * task.points // task.steps > (steps - size) * task.points // task.steps:
+                for worker in workers:
+                    worker.result.add_point(worker.ask(Evaluate(final=False), Evaluated).loss)
+            if is_last:
+                break
+        for worker in workers:
+            worker.result.final_loss = worker.ask(Evaluate(final=True), Evaluated).loss
+            worker.result.end(worker.ask(Finish(), Done))
+        return [worker.result for worker in workers]
+
+
+def _turn_sizes(task: Task) -> list[int]:
+    whole, rest = divmod(task.steps, task.turn)
+    return [task.turn] * whole + [rest] * bool(rest)
+
+
+def _round_seconds(workers: list[Worker]) -> float:
+    return sum(sum(worker.result.rounds[-1]) for worker in workers if worker.result.rounds)

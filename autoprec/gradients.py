@@ -1,0 +1,144 @@
+"""One optimizer's gradients during one step: unscaled and measured once, clipped, checked again if touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from autoprec.ops import global_norm, grad_norms, scale_
+
+
+class Gradients:
+    """Gradients of one optimizer, unscaled in place.
+
+    Args:
+        parameters: The optimizer's parameters; those without a gradient are left out.
+        inv_scale: 1 / loss scale.
+
+    Attributes:
+        parameters: Parameters with a gradient.
+        norms: ``[n]``, float32, norm of each gradient before clipping.
+        total: Global norm before clipping; inf or NaN if an entry is not finite.
+        is_clipped: Whether a threshold acted.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], inv_scale: float) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        self.is_clipped = False
+        grads = self._grads()
+        if inv_scale != 1.0:
+            with torch.no_grad():
+                scale_(grads, inv_scale)
+        self._measure()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every entry is finite, and their norm."""
+        return math.isfinite(self.total)
+
+    def recheck(self) -> None:
+        """Measures again if a gradient was written or replaced since the last measurement."""
+        if self._marks() != self._measured:
+            self.parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
+            self._measure()
+
+    def clip_norm_(self, threshold: float) -> None:
+        """Scales all gradients so that their global norm does not exceed ``threshold`` (torch's formula and bits)."""
+        self.is_clipped = self.is_clipped or self.total > threshold
+        coefficient = (threshold / (self._total + 1e-6)).clamp(max=1.0)
+        with torch.no_grad():
+            for device in {grad.device for grad in self._grads()}:
+                scale_([grad for grad in self._grads() if grad.device == device], coefficient.to(device))
+        self._measured = self._marks()
+
+    def clip_value_(self, threshold: float) -> None:
+        """Clamps all gradients to ``[-threshold, threshold]``; sparse ones through their values."""
+        grads = [grad._values() if grad.is_sparse else grad for grad in self._grads()]
+        with torch.no_grad():
+            for grad in grads:
+                grad.clamp_(-threshold, threshold)
+        self._measured = self._marks()
+
+    def first_nonfinite(self, root: nn.Module) -> str | None:
+        """Name of the layer whose gradient went non-finite first in the backward (the last one in the model)."""
+        bad = {id(p) for p in self.parameters if p.grad is not None and not bool(torch.isfinite(_dense(p.grad)).all())}
+        names = [name for name, parameter in root.named_parameters() if id(parameter) in bad]
+        return f"{names[-1].rpartition('.')[0] or names[-1]} (its gradient)" if names else None
+
+    def _grads(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def _measure(self) -> None:
+        grads = self._grads()
+        self.norms = grad_norms(grads)
+        self._total = global_norm(grads, self.norms)
+        self.total = float(self._total)
+        self._measured = self._marks()
+
+    def _marks(self) -> list[tuple[int, int]]:
+        return [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in self.parameters]
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+_repeats_closure: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
+class StepUndo:
+    """Puts an optimizer back that had updated something before its closure turned out non-finite.
+
+    Torch's own optimizers but LBFGS evaluate the closure once, before any update, and need nothing. A foreign optimizer
+    is copied at its first step to learn whether it does the same (sharpness-aware optimizers do not).
+
+    Args:
+        optimizer: The optimizer about to step.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        cls = type(optimizer)
+        is_known = cls.__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
+        needs_copy = not is_known and _repeats_closure.get(cls, True) and isinstance(optimizer, Optimizer)
+        self._weights = _copies(optimizer) if needs_copy else None
+        self._state = optimizer.state_dict() if needs_copy else None
+        if self._state is not None:
+            self._state = _cloned(self._state)
+
+    def learn(self, closure_calls: int) -> None:
+        """Remembers how often this kind of optimizer evaluates its closure."""
+        cls = type(self._optimizer)
+        _repeats_closure[cls] = (
+            _repeats_closure.get(cls, False) or closure_calls > 1 or isinstance(self._optimizer, LBFGS)
+        )
+
+    def restore(self, closure_calls: int) -> None:
+        """Undoes a step that was left at the given closure call; the first one comes before any update."""
+        if self._weights is None or self._state is None or closure_calls <= 1:
+            return
+        with torch.no_grad():
+            for parameter, value in self._weights:
+                parameter.copy_(value)
+        self._optimizer.load_state_dict(self._state)
+
+
+def _copies(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(parameter, parameter.detach().clone()) for parameter in parameters]
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _cloned(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cloned(item) for item in value)
+    return value

@@ -1,0 +1,396 @@
+"""The knobs of one fit: their values, and what becomes of a request.
+
+What lives here: resolving a request to units, asking the guard, making it act, putting it on record. What does not:
+when a boundary is reached (``precision``) and who decides (``controller``, ``callback``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoprec.action import Action
+from autoprec.config import AutoPrecisionConfig
+from autoprec.formats import get_format, nearest, rank, widest
+from autoprec.guard import Guard
+from autoprec.history import Decision, History, Knob, Outcome, Value
+from autoprec.layers import Runtime, set_format
+from autoprec.loss_scale import LossScale
+from autoprec.units import Unit, select
+
+KNOBS: tuple[Knob, ...] = ("precision", "loss_scale", "batch_size", "clip")
+_BATCH_REASON = "the batch size is not steered yet; set it on the DataLoader"
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the Trainer ran before autoprec took over.
+
+    Attributes:
+        precision: Lightning's name, ``"32-true"``, ``"bf16-mixed"`` ...
+        format: Format of the layers under it; ``None`` if layers cannot be steered there.
+        clip: The Trainer's clip threshold on the norm, ``None`` if it has none.
+    """
+
+    precision: str = "32-true"
+    format: str | None = "fp32"
+    clip: float | None = None
+
+
+class Knobs:
+    """Values of all knobs of one fit.
+
+    Args:
+        units: Decision units, attached to ``runtime`` if the precision knob is steered.
+        runtime: State shared by the layers.
+        config: Settings.
+        masked: Knob to the reason why it cannot be moved.
+        base: What the Trainer had.
+        loss_scale: The loss scale's state machine.
+        history: Where decisions are recorded.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        runtime: Runtime,
+        config: AutoPrecisionConfig,
+        masked: Mapping[str, str],
+        base: Base,
+        loss_scale: LossScale,
+        history: History,
+    ) -> None:
+        self.units = {unit.name: unit for unit in units}
+        self.runtime = runtime
+        self.config = config
+        self.masked = dict(masked)
+        self.base = base
+        self.loss_scale = loss_scale
+        self.history = history
+        self.guard = Guard(config.guard, config.clip)
+        self.clip = math.inf if base.clip is None else base.clip
+        self.clip_follows_median = base.clip is None and "clip" not in masked
+        self.changed_at = dict.fromkeys(self.units, 0)
+        self.formats = {unit.name: self._base_format(unit) for unit in units}
+        self._named: set[str] = set()
+        self.is_ambient_raised = False
+        if "precision" not in self.masked:
+            self._make_act()
+
+    # ---- what is ----
+
+    def steerable(self, unit: Unit) -> tuple[str, ...]:
+        """Formats that a policy may choose for a unit, widest first."""
+        if unit.reason is not None or "precision" in self.masked or not unit.has_matrix:
+            return (self.formats[unit.name],)  # vectors and normalisation stay as they are unless named
+        if self.config.formats is not None:
+            allowed = {*self.config.formats, "fp32"}
+        else:
+            # fp16 adds a loss scale and no speed where bf16 is native
+            allowed = {"fp32", "bf16" if "bf16" in unit.native else "fp16"} & set(unit.native)
+        allowed |= {self.formats[unit.name], self._base_format(unit)}
+        return tuple(name for name in unit.legal if name in allowed)
+
+    @property
+    def is_steering(self) -> bool:
+        """Whether any layer runs otherwise than under the Trainer's own precision."""
+        return self._is_steering
+
+    @property
+    def uses_fp16(self) -> bool:
+        """Whether something runs in a format that needs a loss scale."""
+        return self.base.format == "fp16" or any(get_format(name).needs_loss_scale for name in self.formats.values())
+
+    @property
+    def is_all_wide(self) -> bool:
+        """Whether everything runs in fp32 already, or cannot be moved."""
+        if "precision" in self.masked:
+            return True
+        units_wide = all(rank(self.formats[u.name]) <= rank("tf32") for u in self.units.values() if u.reason is None)
+        return units_wide and (self.base.format == "fp32" or self.is_ambient_raised)
+
+    @property
+    def ambient_dtype(self) -> torch.dtype:
+        """Target of autocast at the start of a training step, before the first unit sets it."""
+        return torch.float32 if self.is_ambient_raised else get_format(self.base.format or "fp32").compute_dtype
+
+    def precision_map(self) -> dict[str, str]:
+        """Format of every unit by name, in the model's order."""
+        return dict(self.formats)
+
+    # ---- requests ----
+
+    def apply(self, action: Action, step: int, applied_steps: int, median_norm: float, why: str = "requested") -> None:
+        """Carries out a request at a boundary and puts every part of it on record.
+
+        Args:
+            action: What is asked for.
+            step: Index of the window that begins.
+            applied_steps: Applied optimizer steps so far.
+            median_norm: Running median of finite norms, NaN before the first.
+            why: Reason to record for what is applied as asked.
+        """
+        changes = {}
+        for unit, requested, outcome, reason in self._judged_formats(action, applied_steps):
+            before = self.formats.get(unit or "")
+            applied = requested if outcome in ("applied", "limited") else before
+            self._record(step, "precision", unit, before, requested, applied, outcome, reason or why)
+            if unit is not None and outcome != "refused":
+                changes[unit] = requested
+        self.change_formats(changes, applied_steps)
+        self._named.update(changes)
+        if changes:
+            self._make_act()
+        self._apply_loss_scale(action, step, why)
+        self._apply_clip(action, step, median_norm, why)
+        self._refuse_batch_size(action, step)
+
+    def check(self, action: Action, step: int, applied_steps: int, median_norm: float) -> Action:
+        """Judges a request made inside a window: refusals are recorded now, the rest as deferred.
+
+        Returns:
+            The part that is left to apply at the next boundary.
+        """
+        precision: dict[str, str] = {}
+        for unit, requested, outcome, reason in self._judged_formats(action, applied_steps):
+            before = self.formats.get(unit or "")
+            if unit is None or outcome == "refused":
+                self._record(step, "precision", unit, before, requested, before, "refused", reason)
+            else:
+                precision[unit] = requested
+                self._record(step, "precision", unit, before, requested, before, "deferred", "to the next boundary")
+        kept: dict[str, Any] = {"precision": precision or None}
+        values: tuple[tuple[Knob, float, float | None], ...] = (
+            ("loss_scale", self.loss_scale.scale, action.loss_scale),
+            ("clip", self.clip, action.clip),
+        )
+        for knob, current, value in values:
+            if value is None:
+                continue
+            is_refused, reason = self._is_refused(knob, value, median_norm)
+            if is_refused:
+                self._record(step, knob, None, current, value, current, "refused", reason)
+                continue
+            kept[knob] = value
+            self._record(step, knob, None, current, value, current, "deferred", "to the next boundary")
+        self._refuse_batch_size(action, step)
+        return Action(**kept)
+
+    def raise_units(self, reasons: Mapping[str, str], step: int, applied_steps: int, forever: bool = False) -> None:
+        """Guard, level 2: moves units to fp32 and holds them there.
+
+        Args:
+            reasons: Unit name to the reason.
+            step: Index of the window that begins.
+            applied_steps: Applied optimizer steps so far.
+            forever: Hold for the whole fit instead of ``GuardConfig.hold`` applied steps.
+        """
+        changes: dict[str, str] = {}
+        for name, reason in reasons.items():
+            unit = self.units.get(name)
+            if unit is None or unit.reason is not None or "precision" in self.masked:
+                continue
+            self.guard.hold(name, applied_steps, forever)
+            if self.formats[name] != "fp32":
+                changes[name] = "fp32"
+                self._record(step, "precision", name, self.formats[name], "fp32", "fp32", "applied", f"guard: {reason}")
+        self.change_formats(changes, applied_steps)
+        self._named.update(changes)
+        if changes:
+            self._make_act()
+
+    def raise_all(self, step: int, applied_steps: int, reason: str) -> None:
+        """Guard, level 2 for everything: all units and the operations between them."""
+        self.is_ambient_raised = True
+        self.raise_units(dict.fromkeys(self.units, reason), step, applied_steps)
+        self._make_act()
+
+    def update_clip(self, median_norm: float, count: int, step: int) -> None:
+        """Lets the threshold follow the running median while nobody has set it.
+
+        Args:
+            median_norm: Running median of finite norms.
+            count: Norms that it rests on.
+            step: Index of the window that begins.
+        """
+        clip = self.config.clip
+        if not self.clip_follows_median or count < clip.min_norms or not median_norm > 0:
+            return
+        before, self.clip = self.clip, clip.multiplier * median_norm
+        if math.isinf(before) and math.isfinite(self.clip):
+            reason = f"from now on {clip.multiplier} x the running median of the gradient norm"
+            self._record(step, "clip", None, before, self.clip, self.clip, "applied", reason)
+
+    def change_formats(self, changes: Mapping[str, str], applied_steps: int) -> None:
+        """Sets formats without asking or recording."""
+        for name, format_name in changes.items():
+            if self.formats[name] != format_name:
+                self.changed_at[name] = applied_steps
+            self.formats[name] = format_name
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns primitives only."""
+        return {
+            "formats": dict(self.formats),
+            "named": sorted(self._named),
+            "changed_at": dict(self.changed_at),
+            "clip": self.clip,
+            "clip_follows_median": self.clip_follows_median,
+            "is_ambient_raised": self.is_ambient_raised,
+            "loss_scale": self.loss_scale.state_dict(),
+            "guard": self.guard.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` returned; units that are not in this model are left out."""
+        if "precision" not in self.masked:
+            known = {
+                name: value
+                for name, value in state["formats"].items()
+                if value in getattr(self.units.get(name), "legal", ())
+            }
+            self.formats.update(known)
+            self._named = set(state["named"]) & set(self.units)
+            self.is_ambient_raised = bool(state["is_ambient_raised"])
+        self.changed_at.update({name: int(at) for name, at in state["changed_at"].items() if name in self.units})
+        self.guard.load_state_dict(state["guard"])
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        if "clip" not in self.masked:
+            self.clip = float(state["clip"])
+            self.clip_follows_median = bool(state["clip_follows_median"])
+        if "precision" not in self.masked:
+            self._make_act()
+
+    # ---- inside ----
+
+    def _base_format(self, unit: Unit) -> str:
+        base = self.base.format or "fp32"
+        return base if unit.has_matrix and base in unit.legal else "fp32"
+
+    def _make_act(self) -> None:
+        """Hands the formats to the layers; leaves them untouched while they match what the Trainer would run."""
+        matches = all(self.formats[unit.name] == self._base_format(unit) for unit in self.units.values())
+        steers_fp16 = self.base.format == "fp16"  # its range must be watched although nothing differs
+        self._is_steering = not matches or self.is_ambient_raised or steers_fp16 or bool(self._named & self._norms())
+        for unit in self.units.values():
+            if unit.reason is None:
+                is_plain = not self._is_steering or not self._is_run_explicitly(unit)
+                set_format(unit, None if is_plain else self.formats[unit.name])
+        if self.uses_fp16 and not self.loss_scale.enabled and "loss_scale" not in self.masked:
+            self.loss_scale.enabled = True
+
+    _is_steering = False
+
+    def _norms(self) -> set[str]:
+        return {unit.name for unit in self.units.values() if not unit.has_matrix}
+
+    def _is_run_explicitly(self, unit: Unit) -> bool:
+        """Vectors and containers follow autocast unless they were named; normalisation layers always widen."""
+        return unit.has_matrix or unit.kind == "norm" or unit.name in self._named
+
+    def _judged_formats(self, action: Action, applied_steps: int) -> Iterable[tuple[str | None, str, Outcome, str]]:
+        """Yields unit, requested format, outcome and reason (empty: as asked) for the precision part of a request."""
+        if not action.precision:
+            return
+        if "precision" in self.masked:
+            reason = f"the precision knob is masked: {self.masked['precision']}"
+            for pattern, requested in action.precision.items():
+                yield self._known_name(pattern), requested, "refused", reason
+            return
+        asked, exact, missing = self._resolve(action.precision)
+        for pattern in missing:
+            names = list(self.units)
+            yield None, action.precision[pattern], "refused", f"no unit is called {pattern!r}.{nearest(pattern, names)}"
+        for name, requested in asked.items():
+            unit = self.units[name]
+            contradicts = len(exact.get(name, ())) > 1
+            wanted = widest(exact[name]) if contradicts else requested
+            outcome, reason = self.guard.check_format(name, wanted, unit.legal, applied_steps, unit.reason)
+            if outcome == "applied":
+                reason = ""
+                if contradicts:
+                    outcome = "limited"
+                    reason = f"{', '.join(unit.names)} share weights; the widest of {sorted(set(exact[name]))} counts"
+            yield name, wanted, outcome, reason
+
+    def _resolve(self, precision: Mapping[str, str]) -> tuple[dict[str, str], dict[str, list[str]], list[str]]:
+        """Resolves patterns to units; an exact name beats a pattern, a later pattern an earlier one."""
+        units = list(self.units.values())
+        asked: dict[str, str] = {}
+        exact: dict[str, list[str]] = {}
+        missing: list[str] = []
+        for pattern, requested in precision.items():
+            hits = select(units, pattern)
+            if not hits and pattern != "*":
+                missing.append(pattern)
+            for unit in hits:
+                if pattern in unit.names or pattern == unit.name:
+                    exact.setdefault(unit.name, []).append(requested)
+                asked[unit.name] = exact[unit.name][-1] if unit.name in exact else requested
+        return asked, exact, missing
+
+    def _known_name(self, pattern: str) -> str | None:
+        return pattern if pattern in self.units else None
+
+    def _apply_loss_scale(self, action: Action, step: int, why: str) -> None:
+        if action.loss_scale is None:
+            return
+        before = self.loss_scale.scale
+        if "loss_scale" in self.masked:
+            reason = f"the loss-scale knob is masked: {self.masked['loss_scale']}"
+            self._record(step, "loss_scale", None, before, action.loss_scale, before, "refused", reason)
+            return
+        applied, outcome, reason = self.loss_scale.request(action.loss_scale)
+        reason = why if outcome == "applied" else reason
+        self._record(step, "loss_scale", None, before, action.loss_scale, applied, outcome, reason)
+
+    def _apply_clip(self, action: Action, step: int, median_norm: float, why: str) -> None:
+        if action.clip is None:
+            return
+        before = self.clip
+        is_refused, reason = self._is_refused("clip", action.clip, median_norm)
+        if is_refused:
+            self._record(step, "clip", None, before, action.clip, before, "refused", reason)
+            return
+        applied, outcome, reason = self.guard.check_clip(action.clip, median_norm)
+        assert applied is not None
+        self.clip, self.clip_follows_median = applied, False
+        self._record(step, "clip", None, before, action.clip, applied, outcome, why if outcome == "applied" else reason)
+
+    def _is_refused(self, knob: str, value: float, median_norm: float) -> tuple[bool, str]:
+        if knob in self.masked:
+            return True, f"the {knob.replace('_', '-')} knob is masked: {self.masked[knob]}"
+        if knob == "clip":
+            applied, _, reason = self.guard.check_clip(value, median_norm)
+            return applied is None, reason
+        is_legal = math.isfinite(value) and value > 0
+        return not is_legal, f"a loss scale must be finite and > 0, not {value!r}"
+
+    def _refuse_batch_size(self, action: Action, step: int) -> None:
+        requests: tuple[tuple[Knob, int | None], ...] = (
+            ("batch_size", action.batch_size),
+            ("accumulate", action.accumulate),
+        )
+        for knob, value in requests:
+            if value is not None:
+                reason = self.masked.get(knob, _BATCH_REASON)
+                self._record(step, knob, None, None, value, None, "refused", reason)
+
+    def _record(
+        self,
+        step: int,
+        knob: Knob,
+        unit: str | None,
+        before: Value,
+        requested: Value,
+        applied: Value,
+        outcome: Outcome,
+        reason: str,
+    ) -> None:
+        self.history.append(Decision(step, knob, unit, before, requested, applied, outcome, reason))

@@ -1,0 +1,420 @@
+"""The specification of every operation in eager PyTorch: quantisation, low-precision matmuls, gradient statistics.
+
+Faster implementations are compared with these functions. ``scale`` multiplies a tensor into the low-precision range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoprec.formats import TF32
+
+INT8_MAX = 127.0
+FP8_MULTIPLE = 16
+# the smallest amax that a scale is computed from; keeps scales of all-zero tensors finite (torchao's value)
+_AMAX_FLOOR = 1e-12
+
+
+def quantize_tensor(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantises a whole tensor to an 8-bit float with one scale (tensorwise, dynamic, saturating).
+
+    Args:
+        x: Any shape, floating point.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+
+    Returns:
+        The quantised tensor in ``dtype`` and ``scale``, ``[]``, float32: ``finfo.max / amax``.
+    """
+    limit = torch.finfo(dtype).max
+    amax = x.detach().abs().amax().double() if x.numel() else torch.zeros((), dtype=torch.float64, device=x.device)
+    scale = (limit / amax.clamp(min=_AMAX_FLOOR)).float()
+    return (x.detach().float() * scale).clamp(-limit, limit).to(dtype), scale
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantises every row of a matrix to int8, symmetric, rounding half to even.
+
+    Args:
+        x: ``[rows, cols]``, floating point.
+
+    Returns:
+        int8 values ``[rows, cols]`` in [-127, 127] and ``scale``, ``[rows, 1]``, float32: ``127 / amax``.
+    """
+    x = x.detach().float()
+    amax = x.abs().amax(dim=1, keepdim=True) if x.numel() else x.new_zeros(x.shape[0], 1)
+    scale = INT8_MAX / amax.clamp(min=_AMAX_FLOOR)
+    # a non-finite row has no int8 value: NaN would turn into an arbitrary integer, so the scale carries it
+    scale = torch.where(amax.isfinite(), scale, torch.full_like(scale, float("nan")))
+    values = (x * scale).round().clamp(-INT8_MAX, INT8_MAX)
+    return values.nan_to_num(0.0).to(torch.int8), scale
+
+
+def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
+    """Returns ``values / scale`` in float32, the inverse of :func:`quantize_rows` up to rounding."""
+    return values.float() / scale
+
+
+class _FakeQuantize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, forward: Callable[[Tensor], Tensor] | None, backward: Callable[[Tensor], Tensor] | None
+    ) -> Tensor:
+        ctx.backward_rounding = backward
+        return x.view_as(x) if forward is None else forward(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        rounding = ctx.backward_rounding
+        return (grads[0] if rounding is None else fake_quantize(grads[0], rounding)), None, None
+
+
+def fake_quantize(
+    x: Tensor,
+    forward: Callable[[Tensor], Tensor] | None = None,
+    backward: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Applies a rounding to the values and another one to the gradient; both are straight-through.
+
+    Args:
+        x: Any shape, floating point.
+        forward: Rounds the values, ``None`` leaves them.
+        backward: Rounds the incoming gradient, ``None`` leaves it.
+    """
+    rounded: Tensor = _FakeQuantize.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return rounded
+
+
+def round_fp8(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Returns a function that rounds a tensor through tensorwise fp8 and back to its own dtype."""
+
+    def rounding(x: Tensor) -> Tensor:
+        values, scale = quantize_tensor(x, dtype)
+        return (values.float() / scale).to(x.dtype)
+
+    return rounding
+
+
+def round_int8(x: Tensor) -> Tensor:
+    """Rounds a tensor through int8 with one scale per index of its first dimension, back to its own dtype."""
+    values, scale = quantize_rows(x.detach().flatten(1))
+    return dequantize_rows(values, scale).reshape(x.shape).to(x.dtype)
+
+
+def int_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Multiplies int8 matrices exactly.
+
+    Args:
+        a: ``[rows, inner]``, int8.
+        b: ``[inner, cols]``, int8.
+
+    Returns:
+        ``[rows, cols]``, int32.
+    """
+    is_cuda = a.device.type == "cuda"
+    is_native = a.device.type == "cpu" or (is_cuda and a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0)
+    if is_native and a.numel() and b.numel():
+        return torch._int_mm(a, b)
+    return (a.double() @ b.double()).to(torch.int32)
+
+
+class _Int8Linear(torch.autograd.Function):
+    """Row-wise int8 forward and input gradient, bf16 weight gradient (SwitchBack, arXiv:2304.13013)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        x_values, x_scale = quantize_rows(x)
+        w_values, w_scale = quantize_rows(weight)
+        y = int_matmul(x_values, w_values.t()).float() / x_scale / w_scale.t()
+        return y.to(torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        # manual optimization runs the backward inside the training step, where autocast is on
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return _Int8Linear._grad_x(ctx, grads[0]), _Int8Linear._grad_weight(ctx, grads[0])
+
+    @staticmethod
+    def _grad_x(ctx: Any, grad: Tensor) -> Tensor | None:
+        if not ctx.needs_input_grad[0]:
+            return None
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the same values in differentiable operations
+            columns = fake_quantize(weight.t(), round_int8)
+            return (fake_quantize(grad.float(), round_int8) @ columns.float().t()).to(x.dtype)
+        g_values, g_scale = quantize_rows(grad)
+        w_values, w_scale = quantize_rows(weight.t())
+        return (int_matmul(g_values, w_values.t()).float() / g_scale / w_scale.t()).to(x.dtype)
+
+    @staticmethod
+    def _grad_weight(ctx: Any, grad: Tensor) -> Tensor | None:
+        x, weight = ctx.saved_tensors
+        return (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+
+
+def is_fp8_native(device: torch.device) -> bool:
+    """Whether the device multiplies fp8 matrices itself (CUDA compute capability 8.9 and later)."""
+    return (
+        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+
+
+def fp8_matmul(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], native: bool) -> Tensor:
+    """Multiplies two tensorwise fp8 matrices with fp32 accumulation and returns bfloat16.
+
+    Args:
+        a: Values ``[rows, inner]`` and scale ``[]``.
+        b: Values ``[inner, cols]`` and scale ``[]``.
+        native: Use the device's fp8 instructions; all three sizes must be multiples of 16.
+    """
+    (a_values, a_scale), (b_values, b_scale) = a, b
+    if native:
+        columns = b_values.t().contiguous().t()
+        return torch._scaled_mm(
+            a_values.contiguous(),
+            columns,
+            scale_a=a_scale.reciprocal(),
+            scale_b=b_scale.reciprocal(),
+            out_dtype=torch.bfloat16,
+        )
+    product = a_values.float() @ b_values.float()
+    return (product / (a_scale * b_scale)).to(torch.bfloat16)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """e4m3 forward and e5m2 gradients, tensorwise dynamic scales (arXiv:2209.05433)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, native: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.native = native
+        w_values, w_scale = quantize_tensor(weight, torch.float8_e4m3fn)
+        return fp8_matmul(quantize_tensor(x, torch.float8_e4m3fn), (w_values.t(), w_scale), native)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        with torch.autocast(grads[0].device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                grad_x = _fp8_product(grads[0], weight, ctx.native).to(x.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_weight = _fp8_product(grads[0].t(), x, ctx.native).to(weight.dtype)
+        return grad_x, grad_weight, None
+
+
+def _fp8_product(grad: Tensor, operand: Tensor, native: bool) -> Tensor:
+    """An e5m2 gradient times an e4m3 operand; differentiable where a graph of the backward is asked for."""
+    if torch.is_grad_enabled():
+        left = fake_quantize(grad.float(), round_fp8(torch.float8_e5m2))
+        return (left @ fake_quantize(operand.float(), round_fp8(torch.float8_e4m3fn))).to(torch.bfloat16)
+    left_q = quantize_tensor(grad, torch.float8_e5m2)
+    return fp8_matmul(left_q, quantize_tensor(operand, torch.float8_e4m3fn), native)
+
+
+class Tf32Linear(torch.autograd.Function):
+    """Linear layer whose matmuls read tf32 operands: by the device where it can, by rounding elsewhere."""
+
+    @staticmethod
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Runs the layer on ``x`` ``[..., in_features]``, float32 in and out."""
+        y: Tensor = Tf32Linear.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
+        y = y.reshape(*x.shape[:-1], weight.shape[0])
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: D102
+        ctx.save_for_backward(x, weight)
+        return tf32_matmul(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: D102
+        x, weight = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            grad_x = tf32_matmul(grads[0], weight) if ctx.needs_input_grad[0] else None
+            grad_weight = tf32_matmul(grads[0].t(), x) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight
+
+
+def tf32_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` with operands rounded to tf32 and float32 accumulation.
+
+    Args:
+        a: ``[rows, inner]``, float32.
+        b: ``[inner, cols]``, float32.
+    """
+    if a.device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(a.device) >= (8, 0):
+        flag = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            return a @ b
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = flag
+    return fake_quantize(a, TF32.round) @ fake_quantize(b, TF32.round)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, format_name: str) -> Tensor:
+    """``torch.nn.functional.linear`` in fp8 or int8, differentiable, bfloat16 out.
+
+    Args:
+        x: ``[..., in_features]``, floating point. Rounded to bfloat16 first, as autocast does.
+        weight: ``[out_features, in_features]``, float32.
+        bias: ``[out_features]`` or ``None``.
+        format_name: ``"fp8"`` or ``"int8"``. fp8 needs rows, ``in_features`` and ``out_features`` that are multiples of
+            16; any other call runs in bfloat16.
+
+    Returns:
+        ``[..., out_features]``, bfloat16.
+    """
+    rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+    if format_name == "int8":
+        y: Tensor = _Int8Linear.apply(rows, weight)  # type: ignore[no-untyped-call]
+    elif is_fp8_shape(rows.shape[0], weight):
+        y = _Fp8Linear.apply(rows, weight, is_fp8_native(x.device))  # type: ignore[no-untyped-call]
+    else:
+        y = rows @ weight.to(torch.bfloat16).t()
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def is_fp8_shape(rows: int, weight: Tensor) -> bool:
+    """Whether fp8 matmul units accept the three sizes of this call (multiples of 16, forward and backward)."""
+    return rows > 0 and all(size % FP8_MULTIPLE == 0 for size in (rows, *weight.shape))
+
+
+def embedding(rows: Tensor, format_name: str) -> Tensor:
+    """Rounds looked-up embedding rows to a format; the gradient passes unchanged.
+
+    Args:
+        rows: ``[..., dim]``, float32.
+        format_name: ``"fp8"`` (one scale for the lookup) or ``"int8"`` (one scale per row).
+
+    Returns:
+        ``[..., dim]``, bfloat16.
+    """
+    if format_name == "fp8":
+        return fake_quantize(rows, round_fp8(torch.float8_e4m3fn)).to(torch.bfloat16)
+    flat = fake_quantize(rows.reshape(-1, rows.shape[-1]), round_int8)
+    return flat.reshape(rows.shape).to(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """Statistics of a list of gradients, one entry per tensor, float32 on the gradients' device.
+
+    Attributes:
+        amax: ``[n]``. Largest magnitude among the finite entries.
+        norm: ``[n]``. L2 norm of the finite entries.
+        nonfinite_count: ``[n]``. Entries that are inf or NaN.
+        underflow_fraction: ``[n]``. Share of the non-zero entries below the smallest normal number asked about.
+    """
+
+    amax: Tensor
+    norm: Tensor
+    nonfinite_count: Tensor
+    underflow_fraction: Tensor
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float]) -> GradStats:
+    """Measures gradients one by one; nothing is changed.
+
+    Args:
+        grads: Dense or sparse gradients of any shape, all on one device. Sparse ones count their merged values.
+        tiny: For each gradient the magnitude below which a value underflows.
+    """
+    rows = [_tensor_stats(_values(grad).detach(), limit) for grad, limit in zip(grads, tiny, strict=True)]
+    table = torch.stack(rows) if rows else torch.zeros(0, 4)
+    return GradStats(*table.unbind(1))
+
+
+def _tensor_stats(grad: Tensor, tiny: float) -> Tensor:
+    magnitude = grad.float().abs().reshape(-1)
+    if magnitude.numel() == 0:
+        return magnitude.new_zeros(4)
+    finite = magnitude.isfinite()
+    clean = torch.where(finite, magnitude, torch.zeros_like(magnitude))
+    amax = clean.amax()
+    # scaled, so that the squares of large finite entries do not overflow
+    unit = amax.clamp(min=torch.finfo(torch.float32).tiny)
+    norm = (clean / unit).norm() * unit
+    nonzero = (clean > 0).sum()
+    small = ((clean > 0) & (clean < tiny)).sum()
+    return torch.stack([amax, norm, (~finite).sum().float(), small / nonzero.clamp(min=1)])
+
+
+def grad_norms(grads: Sequence[Tensor]) -> Tensor:
+    """L2 norm of each gradient, accumulated in float32 whatever their dtype.
+
+    Args:
+        grads: Dense or sparse gradients, any float dtypes, any devices.
+
+    Returns:
+        ``[n]``, float32, on the first gradient's device. inf or NaN where an entry is inf or NaN, or where the sum of
+        squares exceeds float32.
+    """
+    if not grads:
+        return torch.zeros(0)
+    device = grads[0].device
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for index, grad in enumerate(grads):
+        values = _values(grad).detach()
+        groups.setdefault((values.device, values.dtype), []).append((index, values))
+    norms: list[Tensor] = [torch.zeros((), device=device)] * len(grads)
+    for (_, dtype), members in groups.items():
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        for (index, _), norm in zip(members, torch._foreach_norm([v for _, v in members], 2, dtype=wide), strict=True):
+            norms[index] = norm.to(device, torch.float32)
+    return torch.stack(norms)
+
+
+def global_norm(grads: Sequence[Tensor], norms: Tensor | None = None) -> Tensor:
+    """L2 norm over all gradients.
+
+    Args:
+        grads: As in :func:`grad_norms`.
+        norms: What :func:`grad_norms` returned for them, if it is known already.
+
+    Returns:
+        ``[]``, float32, on the first gradient's device. inf or NaN exactly if an entry is inf or NaN, or if the norm
+        itself exceeds float32.
+    """
+    norms = grad_norms(grads) if norms is None else norms
+    total = torch.linalg.vector_norm(norms)
+    return _scaled_norm(grads) if grads and torch.isinf(total) else total
+
+
+def _scaled_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The norm without overflow in the squares; reached only when the plain sum overflowed or an entry is inf."""
+    device = grads[0].device
+    tensors = [values.detach().float() for grad in grads if (values := _values(grad)).numel()]
+    amax = torch.stack([tensor.abs().amax().to(device) for tensor in tensors]).amax()
+    if not torch.isfinite(amax):
+        return amax
+    parts = [(tensor / amax.to(tensor.device)).norm().to(device) for tensor in tensors]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(parts)) * amax
+    return total
+
+
+def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiplies gradients by ``factor`` in place; used to unscale and to clip.
+
+    Args:
+        grads: Dense or sparse gradients. A sparse one is scaled through its stored values, merged or not.
+        factor: A number or a tensor ``[]``.
+    """
+    dense = [grad for grad in grads if not grad.is_sparse]
+    if dense:
+        torch._foreach_mul_(dense, factor)
+    for grad in grads:
+        if grad.is_sparse:
+            grad._values().mul_(factor)

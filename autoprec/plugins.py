@@ -1,0 +1,63 @@
+"""What autoprec takes over from the precision plugin that it finds, and which plugins it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from autoprec.config import LossScaleConfig
+from autoprec.loss_scale import LossScale
+
+_REFUSED = {
+    "TransformerEnginePrecision": "TransformerEngine replaces the layers that autoprec steers",
+    "BitsandbytesPrecision": "bitsandbytes replaces the layers that autoprec steers",
+    "DeepSpeedPrecision": "DeepSpeed does its own precision and loss scaling",
+    "XLAPrecision": "XLA compiles the whole step",
+    "FSDPPrecision": "FSDP shards parameters under one dtype per group, which is not supported yet",
+}
+_FORMATS = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+def check_base(plugin: Precision) -> Precision:
+    """Returns ``plugin`` if autoprec can work on top of it.
+
+    Raises:
+        MisconfigurationException: If the plugin does its own precision. Names both settings.
+    """
+    for cls in type(plugin).__mro__:
+        if cls.__name__ in _REFUSED:
+            raise MisconfigurationException(
+                f"`{cls.__name__}` and autoprec cannot be used together: {_REFUSED[cls.__name__]}."
+                " Choose one: another `Trainer(precision=...)`, or no autoprec."
+            )
+    return plugin
+
+
+def base_format(plugin: Precision) -> str | None:
+    """Format of the layers under a plugin; ``None`` where they cannot be steered (``64-true``, ``bf16-true`` ...)."""
+    return _FORMATS.get(str(plugin.precision))
+
+
+def loss_scale_of(plugin: Precision, config: LossScaleConfig) -> LossScale:
+    """Makes the loss scale, with the settings and the state of the plugin's GradScaler if it has one."""
+    scaler: Any = getattr(plugin, "scaler", None)
+    if scaler is None:
+        return LossScale(config, enabled=isinstance(plugin, MixedPrecision) and base_format(plugin) == "fp16")
+    if not scaler.is_enabled():
+        return LossScale(config, enabled=False)
+    limits = replace(config, init_scale=min(max(scaler.get_scale(), config.floor), config.cap))
+    scale = LossScale(limits)
+    scale.load_state_dict(scaler.state_dict())
+    return scale
+
+
+def sync_scaler(plugin: Precision, scale: LossScale) -> None:
+    """Hands the loss scale back to the plugin's own scaler, so that it goes on where autoprec stopped."""
+    scaler: Any = getattr(plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled() or not scale.enabled:
+        return
+    state = {key: value for key, value in scale.state_dict().items() if key != "enabled"}
+    scaler.load_state_dict(state)

@@ -1,0 +1,432 @@
+"""The precision plugin: what happens to the forward, the backward and the step of a training batch.
+
+It wraps the plugin that the Trainer would have used (its *base*) and adds: units in their formats, one finite check and
+one global norm per step, the loss scale, the clip threshold, and a guard that never lets a non-finite gradient reach a
+weight. What does not live here: what a fit has counted and decided (``steering``), who decides and when (``callback``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.types import Optimizable
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from autoprec.action import Action
+from autoprec.autocast import ambient, float32_recomputation
+from autoprec.config import AutoPrecisionConfig
+from autoprec.gradients import Gradients, StepUndo
+from autoprec.knobs import KNOBS, Base, Knobs
+from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
+from autoprec.steering import Steering
+from autoprec.units import find_units
+
+
+class _StepSkipped(Exception):
+    """Leaves ``optimizer.step`` from inside its closure, before anything was updated."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__("the step is skipped: a gradient is not finite")
+        self.result = result
+
+
+class AutoPrecision(Precision):
+    """Per-layer precision, loss scale, clipping and a finite-step guard for Lightning's Trainer.
+
+    ``AutoPrecisionCallback`` installs it by itself. Alone, ``Trainer(plugins=[AutoPrecision({"*": "bf16"})])`` trains
+    with a fixed map, the loss scale moving as GradScaler moves it and the guard on.
+
+    Args:
+        formats: Formats by unit name or pattern from the first window on, ``None`` for those of ``base``.
+        base: The plugin whose precision is the starting point, also used in evaluation. Default: ``32-true``.
+        config: Settings.
+        knobs: Knobs that may be moved, out of ``"precision"``, ``"loss_scale"``, ``"batch_size"``, ``"clip"``. Without
+            ``"precision"`` no layer is touched. The guard is always on.
+        eval_precision: ``"base"`` evaluates as the Trainer would without autoprec, ``"current"`` in the units' formats.
+
+    Raises:
+        ValueError: If ``formats`` or ``knobs`` hold unknown names.
+        MisconfigurationException: If ``base`` does its own precision (TransformerEngine, bitsandbytes, DeepSpeed, XLA).
+    """
+
+    def __init__(
+        self,
+        formats: Mapping[str, str] | None = None,
+        *,
+        base: Precision | None = None,
+        config: AutoPrecisionConfig | None = None,
+        knobs: Sequence[str] = KNOBS,
+        eval_precision: Literal["base", "current"] = "base",
+    ) -> None:
+        self.config = config or AutoPrecisionConfig()
+        self.initial_formats = Action(precision=formats or {}).precision
+        self.wanted_knobs = _check_knobs(knobs)
+        self.eval_precision = _check_eval_precision(eval_precision)
+        self.base = check_base(base or Precision())
+        self.precision = self.base.precision
+        self.steering: Steering | None = None
+        self._gradients: dict[int, Gradients] = {}
+        self._closure_calls = 0
+
+    # ---- set-up ----
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Finds the units of the module in place; parameters and keys stay as they are."""
+        module = self.base.convert_module(module)
+        trainer = module._trainer if isinstance(module, pl.LightningModule) else None
+        if isinstance(module, pl.LightningModule) and trainer is not None and trainer.state.fn == "fit":
+            self.release()
+            self.steering = self._steering_of(module, trainer)
+            if self.initial_formats:
+                self.steering.apply(Action(precision=self.initial_formats), "initial formats")
+        return module
+
+    def _steering_of(self, root: pl.LightningModule, trainer: pl.Trainer) -> Steering:
+        device = trainer.strategy.root_device
+        return Steering(
+            root,
+            find_units(root, device, self.config.granularity),
+            device.type,
+            self.config,
+            self._masks(root, trainer),
+            Base(str(self.base.precision), base_format(self.base), _clip_of(trainer)),
+            loss_scale_of(self.base, self.config.loss_scale),
+            root.automatic_optimization,
+        )
+
+    def _masks(self, root: pl.LightningModule, trainer: pl.Trainer) -> dict[str, str]:
+        masks: dict[str, str] = {knob: "it is not in `knobs`" for knob in KNOBS if knob not in self.wanted_knobs}
+        masks.setdefault("batch_size", "the batch size is not steered yet")
+        if base_format(self.base) is None:
+            masks["precision"] = f"the Trainer runs in {self.base.precision}, which fixes the format of every layer"
+            masks.setdefault("loss_scale", f"the Trainer runs in {self.base.precision}")
+        if not root.automatic_optimization:
+            masks.setdefault("clip", "under manual optimization clipping is the module's own business")
+        elif is_overridden("configure_gradient_clipping", root):
+            masks.setdefault("clip", "the module overrides `configure_gradient_clipping`")
+        elif trainer.gradient_clip_val and trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            masks.setdefault("clip", "the Trainer clips by value; the threshold on the norm does not apply")
+        return masks
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Takes hold of optimizers and schedules once they exist."""
+        if self.steering is not None and isinstance(model, pl.LightningModule):
+            if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+                _restrict_for_lbfgs(self.steering.knobs)
+            self.steering.schedules.attach(lr_schedulers, model.automatic_optimization)
+        return self.base.connect(model, optimizers, lr_schedulers)
+
+    def teardown(self) -> None:
+        """Leaves module, schedules and the base plugin as they were found."""
+        self.release()
+        self.base.teardown()
+
+    def release(self) -> None:
+        """Ends the steering of a fit; may be called at any time, also twice. What was decided stays readable."""
+        self._gradients.clear()
+        if self.steering is not None and not self.steering.is_released:
+            self.steering.release()
+            sync_scaler(self.base, self.steering.knobs.loss_scale)
+
+    @property
+    def _active(self) -> Steering | None:
+        """The steering of the fit under way."""
+        return None if self.steering is None or self.steering.is_released else self.steering
+
+    # ---- the base plugin keeps its jobs ----
+
+    def tensor_init_context(self) -> Any:
+        """Delegates to the base plugin."""
+        return self.base.tensor_init_context()
+
+    def module_init_context(self) -> Any:
+        """Delegates to the base plugin."""
+        return self.base.module_init_context()
+
+    def forward_context(self) -> Any:
+        """Delegates to the base plugin: outside training steps the base precision holds."""
+        return self.base.forward_context()
+
+    def convert_input(self, data: Any) -> Any:
+        """Delegates to the base plugin."""
+        return self.base.convert_input(data)
+
+    def convert_output(self, data: Any) -> Any:
+        """Delegates to the base plugin."""
+        return self.base.convert_output(data)
+
+    def main_params(self, optimizer: Optimizer) -> Any:
+        """Delegates to the base plugin."""
+        return self.base.main_params(optimizer)
+
+    # ---- forward ----
+
+    @contextlib.contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """Runs a training step in the units' formats."""
+        steering = self._active
+        if steering is None:
+            with self.base.train_step_context():
+                yield
+            return
+        steering.begin_step()
+        steering.schedules.is_in_training_step = True
+        try:
+            with self.base.train_step_context(), _formats_context(steering, is_training=True):
+                yield
+        finally:
+            steering.schedules.is_in_training_step = False
+
+    @contextlib.contextmanager
+    def val_step_context(self) -> Generator[None, None, None]:
+        """Runs a validation step in the base precision, or in the units' formats if asked to."""
+        steering = self._active
+        if steering is None or self.eval_precision == "base":
+            with self.base.val_step_context():
+                yield
+            return
+        with self.base.val_step_context(), _formats_context(steering, is_training=False):
+            yield
+
+    @contextlib.contextmanager
+    def test_step_context(self) -> Generator[None, None, None]:
+        """Delegates to the base plugin."""
+        with self.base.test_step_context():
+            yield
+
+    @contextlib.contextmanager
+    def predict_step_context(self) -> Generator[None, None, None]:
+        """Delegates to the base plugin."""
+        with self.base.predict_step_context():
+            yield
+
+    # ---- backward ----
+
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        """Notes the loss and scales it."""
+        steering = self._active
+        if steering is not None:
+            steering.backwards += 1
+            is_automatic = module.automatic_optimization
+            steering.telemetry.note_loss(tensor * module.trainer.accumulate_grad_batches if is_automatic else tensor)
+            if steering.knobs.loss_scale.enabled:
+                tensor = tensor * steering.knobs.loss_scale.scale
+        return super().pre_backward(tensor, module)
+
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Runs the backward; recomputations see the formats of the forward."""
+        steering = self._active
+        if steering is None or not steering.knobs.is_steering:
+            self.base.backward(tensor, model, optimizer, *args, **kwargs)
+            return
+        runtime = steering.runtime
+        was = runtime.is_active, runtime.is_recording
+        runtime.is_active, runtime.is_recording = True, False
+        try:
+            with float32_recomputation(runtime.device_type):
+                self.base.backward(tensor, model, optimizer, *args, **kwargs)
+        finally:
+            runtime.is_active, runtime.is_recording = was
+
+    # ---- step ----
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Takes one optimizer step unless a gradient is not finite.
+
+        The check runs inside the closure, after all hooks and clipping, so whatever the optimizer is, it has not
+        updated anything yet. An optimizer that calls its closure again after an update is put back to where it was.
+        """
+        steering = self._active
+        if steering is None:
+            return self.base.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        self._closure_calls = 0
+        undo = StepUndo(optimizer)
+        wrapped = functools.partial(self._checked_closure, steering, optimizer, model, closure)
+        try:
+            result = optimizer.step(closure=wrapped, **kwargs)
+        except _StepSkipped as skip:
+            undo.restore(self._closure_calls)
+            steering.schedules.note(optimizer, is_skipped=True)
+            steering.on_skipped(self._gradients.pop(id(optimizer), None))
+            return skip.result
+        undo.learn(self._closure_calls)
+        steering.schedules.note(optimizer, is_skipped=False)
+        steering.on_applied(self._gradients.pop(id(optimizer), None))
+        return result
+
+    def _checked_closure(
+        self, steering: Steering, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any]
+    ) -> Any:
+        if self._closure_calls:
+            self._gradients.pop(id(optimizer), None)
+        self._closure_calls += 1
+        result = closure()
+        gradients = self._unscaled(steering, optimizer)
+        if result is None and model.automatic_optimization and not gradients.parameters:
+            steering.user_skipped_steps += 1
+        self._after_closure(model, optimizer)
+        gradients.recheck()
+        if not gradients.is_finite:
+            raise _StepSkipped(result)
+        if steering.is_sampling and gradients.parameters:
+            steering.sample(gradients)
+        return result
+
+    def _unscaled(self, steering: Steering, optimizer: Any) -> Gradients:
+        """The optimizer's gradients, brought back to the unscaled loss exactly once per step."""
+        known = self._gradients.get(id(optimizer))
+        if known is not None:
+            return known
+        scale = steering.knobs.loss_scale
+        inv_scale = scale.inv_scale
+        if scale.enabled and steering.backwards == 0 and not steering.is_automatic:
+            _warn_bare_backward()
+            inv_scale = 1.0
+        gradients = Gradients(list(self.main_params(optimizer)), inv_scale)
+        self._gradients[id(optimizer)] = gradients
+        return gradients
+
+    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
+        trainer = model.trainer
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        steering = self._active
+        if steering is not None and "clip" not in steering.knobs.masked:
+            value = steering.knobs.clip if math.isfinite(steering.knobs.clip) else None
+            algorithm = GradClipAlgorithmType.NORM
+        self._clip_gradients(model, optimizer, value, gradient_clip_algorithm=algorithm)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clips unscaled gradients; called by Lightning, and by users under manual optimization.
+
+        Args:
+            optimizer: Whose gradients to clip.
+            clip_val: Threshold, ``<= 0`` or ``None`` for off.
+            gradient_clip_algorithm: By norm or by value.
+        """
+        if not clip_val or clip_val <= 0:
+            return
+        steering = self._active
+        if steering is None:
+            self.base.clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
+            return
+        gradients = self._unscaled(steering, getattr(optimizer, "optimizer", optimizer))
+        gradients.recheck()
+        if not gradients.is_finite:
+            return
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            gradients.clip_value_(clip_val)
+        else:
+            gradients.clip_norm_(clip_val)
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything that a resumed run needs, as primitives."""
+        return {"version": 1} if self.steering is None else self.steering.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what ``state_dict`` returned."""
+        if self.steering is not None and "knobs" in state_dict:
+            self.steering.load_state_dict(state_dict)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Takes over the loss scale of a checkpoint that was written under static AMP."""
+        scaler_state = checkpoint.get("MixedPrecision")
+        if type(self).__qualname__ not in checkpoint and scaler_state and self.steering is not None:
+            self.steering.knobs.loss_scale.load_state_dict(scaler_state)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leaves the loss scale where static AMP looks for it, so that it can go on from this checkpoint."""
+        if self.steering is not None and getattr(self.base, "scaler", None) is not None:
+            state = self.steering.knobs.loss_scale.state_dict()
+            checkpoint["MixedPrecision"] = {key: value for key, value in state.items() if key != "enabled"}
+
+
+@contextlib.contextmanager
+def _formats_context(steering: Steering, is_training: bool) -> Generator[None, None, None]:
+    knobs, runtime = steering.knobs, steering.runtime
+    if not knobs.is_steering:
+        yield
+        return
+    trial = steering.trial if is_training else None
+    runtime.is_active, runtime.is_recording = True, is_training
+    runtime.on_output = None if trial is None else trial.note_output
+    # the fused inference path of TransformerEncoderLayer reads weights past the layers
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            ambient(runtime.device_type, knobs.ambient_dtype),
+            float32_recomputation(runtime.device_type),
+            trial or contextlib.nullcontext(),
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        runtime.is_active = runtime.is_recording = False
+        runtime.on_output = None
+
+
+def _restrict_for_lbfgs(knobs: Knobs) -> None:
+    """LBFGS evaluates its closure several times a step, on which a loss scale cannot act."""
+    if knobs.uses_fp16 or knobs.loss_scale.enabled:
+        raise MisconfigurationException(
+            "fp16 and the LBFGS optimizer exclude each other: fp16 needs a loss scale, which cannot act inside LBFGS's"
+            " line search. Choose bf16 or fp32, or another optimizer."
+        )
+    knobs.masked["loss_scale"] = "LBFGS evaluates its closure several times a step and excludes a loss scale"
+    for unit in knobs.units.values():
+        unit.legal = tuple(name for name in unit.legal if name != "fp16")
+
+
+def _clip_of(trainer: pl.Trainer) -> float | None:
+    value = trainer.gradient_clip_val
+    is_norm = trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
+    return float(value) if value and value > 0 and is_norm else None
+
+
+def _warn_bare_backward() -> None:
+    rank_zero_warn(
+        "A step under a loss scale was taken without `self.manual_backward(loss)`: the loss was never scaled, so its"
+        " gradients are used as they are. Call `self.manual_backward(loss)` instead of `loss.backward()`, or leave"
+        " 'loss_scale' out of `knobs`."
+    )
+
+
+def _check_knobs(knobs: Sequence[str]) -> tuple[str, ...]:
+    unknown = [knob for knob in knobs if knob not in KNOBS]
+    if isinstance(knobs, str) or unknown:
+        raise ValueError(f"Passed `knobs={knobs!r}`. `knobs` must hold names out of {list(KNOBS)}.")
+    return tuple(knobs)
+
+
+def _check_eval_precision(value: str) -> str:
+    if value not in ("base", "current"):
+        raise ValueError(f"Passed `eval_precision={value!r}`. It must be 'base' or 'current'.")
+    return value

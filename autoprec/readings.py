@@ -1,0 +1,112 @@
+"""What is known when a decision is due.
+
+What lives here: one unit's reading and the run's reading, plain Python numbers in the units that people think in. What
+does not: measuring them (telemetry) and turning them into features (encoding).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from autoprec.formats import rank
+
+LAYER_KINDS = ("linear", "conv", "embedding", "rnn", "attention", "norm", "other")
+"""Kinds of layer that a policy can tell apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitReading:
+    """What is known about a unit when a decision is due. NaN means not known.
+
+    Args:
+        name: Unit name.
+        kind: One of ``LAYER_KINDS``. Anything else counts as ``"other"``.
+        depth: Position in the model, 0 for the first unit and 1 for the last.
+        parameter_share: Share of the model's parameters.
+        compute_share: Share of the model's compute.
+        format: Current format.
+        legal: Formats the unit may be given, from wide to narrow.
+        grad_amax: Largest absolute unscaled gradient in the window.
+        grad_norm: Newest norm of the unscaled gradient.
+        grad_norm_history: Norms in the window, newest last.
+        nonfinite_count: Non-finite gradient elements in the window.
+        underflow_fraction: Share of the gradient that underflows in the current format.
+        underflow_fraction_lower: Share that would underflow in the next lower legal format.
+        act_amax: Largest absolute output, if it was sampled.
+        act_amax_history: Sampled values, newest last.
+        steps_since_change: Applied steps since the format changed, or since the start.
+        overflow_count: Outputs outside the format's range in the window.
+        held: Whether the guard holds the unit where it is.
+        frozen: Whether no parameter of the unit takes gradients.
+        emulated: Whether the current format is emulated.
+    """
+
+    name: str
+    kind: str = "other"
+    depth: float = 0.0
+    parameter_share: float = 0.0
+    compute_share: float = 0.0
+    format: str = "fp32"
+    legal: tuple[str, ...] = ("fp32",)
+    grad_amax: float = math.nan
+    grad_norm: float = math.nan
+    grad_norm_history: tuple[float, ...] = ()
+    nonfinite_count: int = 0
+    underflow_fraction: float = math.nan
+    underflow_fraction_lower: float = math.nan
+    act_amax: float = math.nan
+    act_amax_history: tuple[float, ...] = ()
+    steps_since_change: int = 0
+    overflow_count: int = 0
+    held: bool = False
+    frozen: bool = False
+    emulated: bool = False
+
+    @property
+    def lower(self) -> str | None:
+        """Next lower legal format, or ``None`` at the end of the range."""
+        narrower = [name for name in self.legal if rank(name) > rank(self.format)]
+        return min(narrower, key=rank, default=None)
+
+    @property
+    def higher(self) -> str | None:
+        """Next higher legal format, or ``None`` at the end of the range."""
+        wider = [name for name in self.legal if rank(name) < rank(self.format)]
+        return max(wider, key=rank, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalReading:
+    """What is known about the run when a decision is due. NaN means not known.
+
+    Args:
+        losses: Loss per batch in the window, newest last.
+        loss_scale: Current loss scale. 1.0 if none is in use.
+        loss_scale_history: Loss scales in the window, newest last.
+        growth_tracker: Clean steps counted towards the next growth.
+        applied_share: Share of the optimizer steps in the window that were applied.
+        clipped_share: Share of them in which the clip threshold acted.
+        norms: Finite global norms of the unscaled gradient before clipping, newest last.
+        clip_threshold: Current threshold. ``inf`` if clipping is off.
+        progress: Share of the run that is over.
+        batch_size: The loader's batch size per rank. 0 if it is not known.
+    """
+
+    losses: tuple[float, ...] = ()
+    loss_scale: float = 1.0
+    loss_scale_history: tuple[float, ...] = ()
+    growth_tracker: int = 0
+    applied_share: float = 1.0
+    clipped_share: float = 0.0
+    norms: tuple[float, ...] = ()
+    clip_threshold: float = math.inf
+    progress: float = math.nan
+    batch_size: int = 0
+
+    @property
+    def median_norm(self) -> float:
+        """Median of the finite global norms. NaN if there is none."""
+        finite = [norm for norm in self.norms if math.isfinite(norm)]
+        return float(statistics.median(finite)) if finite else math.nan

@@ -1,0 +1,155 @@
+"""The rule: a good hand-written policy.
+
+What lives here: when a unit is lowered and raised, judged from nothing but the observation, so that any training loop
+can use it. What does not: the automaton of the loss scale, and what the guard does on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoprec.config import AutoPrecisionConfig
+from autoprec.controller import Controller
+from autoprec.encoding import HEADROOM_BITS, READINGS, Observation, feature, log_steps
+
+_MIN_READINGS = 8
+_MAX_DOUBLINGS = 6
+_TOO_OFTEN_CLIPPED = 0.9
+
+Flags = NDArray[np.bool_]
+
+
+class RuleController(Controller):
+    """Lowers a unit when its gradients are stable and there is headroom, raises it on overflow or underflow.
+
+    A unit is **lowered** by one format when all of this holds:
+
+    - it may be: a lower legal format exists and the guard does not hold it;
+    - nothing went wrong in the window: no overflow, no non-finite value;
+    - its gradients are stable: at least 8 norms are known and their relative spread is below ``stable_cv``;
+    - they fit: ``headroom_bits`` bits lie between their amax and the largest value of the lower format, and would still
+      lie there after another window of the present drift;
+    - its outputs fit in the same sense, where they were sampled;
+    - little underflows: at most half of ``guard.underflow_fraction``, now and, where it is known, in the lower format.
+
+    A frozen unit has no gradients. It is lowered on the headroom of its outputs alone, once they were sampled.
+
+    A unit is **raised** by one format when an output overflowed in the window, when its outputs will leave the range
+    within another window of the present drift, or when more than ``guard.underflow_fraction`` of its gradient
+    underflows. A non-finite gradient alone raises nothing: most often the loss scale was too high, which corrects
+    itself, and the guard deals with what remains.
+
+    **Hysteresis.** The bounds for lowering are stricter than those for raising. A unit that the rule has raised stays
+    for ``guard.hold`` applied steps, and twice as long after each further raise, up to 64 times.
+
+    **All at once.** Every unit that may be lowered is lowered in the same decision. A change of the map costs something
+    whatever its size (copies are made anew, compiled code may be dropped, the windows of statistics start over), and
+    units fail independently, so that one at a time would pay this once per unit and learn no more. What was wrong
+    is found by unit, and only that unit goes back.
+
+    **Other knobs.** The loss scale is left to its automaton, which acts at every step, and the batch size is left
+    alone. The clip threshold follows the median norm by itself. When it acts in more than 90 % of the steps in the
+    window it has stopped to be a limit for the exceptional, and goes up one notch.
+
+    Args:
+        config: Thresholds are taken from here.
+    """
+
+    name = "rule"
+
+    def __init__(self, config: AutoPrecisionConfig | None = None) -> None:
+        self.config = config if config is not None else AutoPrecisionConfig()
+        self._names: tuple[str, ...] = ()
+        self._raises: dict[str, int] = {}
+        self._is_restored = False
+
+    def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:
+        """Forgets what it raised in an earlier run, unless a state was loaded for this one.
+
+        Args:
+            names: Unit names in the order of their rows.
+            legal: Not used, the observation says which moves there are.
+        """
+        self._names = tuple(names)
+        if not self._is_restored:
+            self._raises = {}
+        self._is_restored = False
+
+    def decide(self, observation: Observation) -> NDArray[np.int64]:
+        """Returns one move per row.
+
+        Args:
+            observation: ``[n_knobs, n_features]``.
+        """
+        moves = np.zeros(len(observation), dtype=np.int64)
+        is_unit = feature(observation, "knob_precision") == 1
+        units = observation[is_unit]
+        names = self._names if len(self._names) == len(units) else tuple(map(str, range(len(units))))
+        raised = self._should_raise(units)
+        lowered = self._should_lower(units) & self._has_waited(units, names) & ~raised
+        for name in np.asarray(names, dtype=object)[raised]:
+            self._raises[name] = self._raises.get(name, 0) + 1
+        moves[is_unit] = raised.astype(np.int64) - lowered.astype(np.int64)
+        moves[_should_loosen_clip(observation)] = 1
+        return moves
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns how often each unit was raised."""
+        return {"raises": dict(self._raises)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` returned.
+
+        Args:
+            state: The saved state.
+        """
+        self._raises = {str(name): int(count) for name, count in state["raises"].items()}
+        self._is_restored = True
+
+    def _should_raise(self, units: Observation) -> Flags:
+        overflows = feature(units, "overflows") > 0
+        underflows = feature(units, "underflow") > self.config.guard.underflow_fraction
+        leaves = (feature(units, "act_known") == 1) & (_bits_left(units, "act_headroom", "act_drift") < 0)
+        should: Flags = (feature(units, "can_raise") == 1) & (overflows | underflows | leaves)
+        return should
+
+    def _should_lower(self, units: Observation) -> Flags:
+        is_legal = (feature(units, "can_lower") == 1) & (feature(units, "held") == 0)
+        is_clean = (feature(units, "overflows") == 0) & (feature(units, "nonfinite") == 0)
+        outputs_fit = _bits_left(units, "act_headroom_lower", "act_drift") >= self.config.headroom_bits
+        outputs_known = feature(units, "act_known") == 1
+        is_frozen = feature(units, "frozen") == 1
+        outputs_pass = np.where(outputs_known, outputs_fit, ~is_frozen)
+        should: Flags = is_legal & is_clean & outputs_pass & (is_frozen | self._gradients_pass(units))
+        return should
+
+    def _gradients_pass(self, units: Observation) -> Flags:
+        is_known = (feature(units, "grad_known") == 1) & (feature(units, "grad_readings") >= _MIN_READINGS / READINGS)
+        is_stable = feature(units, "grad_cv") < self.config.stable_cv
+        fits = _bits_left(units, "grad_headroom_lower", "grad_trend") >= self.config.headroom_bits
+        most = self.config.guard.underflow_fraction / 2
+        survives = (feature(units, "underflow") <= most) & (feature(units, "underflow_lower") <= most)
+        passes: Flags = is_known & is_stable & fits & survives
+        return passes
+
+    def _has_waited(self, units: Observation, names: Sequence[str]) -> Flags:
+        raises = [self._raises.get(name, 0) for name in names]
+        waits = [self.config.guard.hold * 2 ** min(count - 1, _MAX_DOUBLINGS) if count else 0 for count in raises]
+        # compared as encoded, where both sides are rounded alike
+        encoded = np.array([log_steps(wait) for wait in waits], dtype=np.float32)
+        return np.asarray(feature(units, "steps_since_change") >= encoded)
+
+
+def _bits_left(units: Observation, headroom: str, drift: str) -> NDArray[np.float32]:
+    """Returns the headroom in bits after another window of a rising drift."""
+    rising = np.maximum(feature(units, drift), 0)
+    return np.asarray(feature(units, headroom) * np.float32(HEADROOM_BITS) - rising)
+
+
+def _should_loosen_clip(observation: Observation) -> Flags:
+    is_clip = (feature(observation, "knob_clip") == 1) & (feature(observation, "can_raise") == 1)
+    return np.asarray(is_clip & (feature(observation, "clipped_share") > _TOO_OFTEN_CLIPPED))

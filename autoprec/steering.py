@@ -1,0 +1,320 @@
+"""One fit: its counters, windows and knobs, and the reaction to applied and skipped steps.
+
+A *window* is everything up to and including an optimizer step (all micro-batches of an accumulation; a whole batch
+under manual optimization). Requests act between windows only. What does not live here: Lightning's plugin methods
+(``precision``) and the question when a decision is due (``callback``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from autoprec.action import Action
+from autoprec.buffers import BufferShadow
+from autoprec.config import AutoPrecisionConfig
+from autoprec.gradients import Gradients
+from autoprec.guard import NonFiniteTrainingError, Verdict
+from autoprec.history import History
+from autoprec.knobs import Base, Knobs
+from autoprec.layers import Runtime, attach, detach
+from autoprec.locate import Locator, first_overflow
+from autoprec.loss_scale import LossScale
+from autoprec.schedules import ScheduleHold
+from autoprec.telemetry import Telemetry
+from autoprec.trial import Trial
+from autoprec.units import Unit
+
+# after so many skips in a row the search for the first offending layer begins
+_SKIPS_BEFORE_SEARCH = 3
+
+
+class Steering:
+    """State of one fit.
+
+    Args:
+        root: The model.
+        units: Its decision units.
+        device_type: Where it runs.
+        config: Settings.
+        masked: Knob to the reason why it cannot be moved.
+        base: What the Trainer had.
+        loss_scale: The loss scale's state machine.
+        is_automatic: Whether the Trainer runs backward and step.
+
+    Attributes:
+        window: Index of the current window, skipped ones included.
+        applied_steps: Optimizer steps taken.
+        skipped_steps: Optimizer steps not taken because a gradient was not finite.
+        user_skipped_steps: Windows in which ``training_step`` returned no loss.
+        overflows: Unit name to the number of overflows located there.
+        is_sampling: Whether the current window is measured in detail for a decision.
+        samples: Windows measured in detail so far.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[Unit],
+        device_type: str,
+        config: AutoPrecisionConfig,
+        masked: Mapping[str, str],
+        base: Base,
+        loss_scale: LossScale,
+        is_automatic: bool = True,
+    ) -> None:
+        self.config = config
+        self.is_automatic = is_automatic
+        self.history = History()
+        self.runtime = Runtime(device_type, config.clamp_output)
+        if "precision" not in masked:
+            _attach(units, self.runtime)
+        self.knobs = Knobs(units, self.runtime, config, masked, base, loss_scale, self.history)
+        self.telemetry = Telemetry(units, config.clip.window)
+        self.schedules = ScheduleHold(config)
+        self.trial: Trial | None = None
+        self.window = 0
+        self.applied_steps = 0
+        self.skipped_steps = 0
+        self.user_skipped_steps = 0
+        self.overflows: dict[str, int] = {}
+        self.is_sampling = False
+        self.samples = 0
+        self.backwards = 0
+        self._root: nn.Module | None = root
+        self._shadow: BufferShadow | None = BufferShadow(root)
+        self._locator: Locator | None = None
+        self._pending: list[Action] = []
+        self._is_window_open = False
+        self._has_stepped = False
+        self._found_inf = False
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the fit is over."""
+        return self._root is None
+
+    def release(self) -> None:
+        """Leaves module and schedules as they were found; what was measured and decided stays readable."""
+        self._stop_search()
+        self.schedules.detach()
+        detach(list(self.knobs.units.values()))
+        self._root = self._shadow = self.trial = None
+
+    # ---- windows ----
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether the next micro-batch opens a new window."""
+        return not self._is_window_open or self._has_stepped
+
+    def begin_step(self) -> None:
+        """Called before each micro-batch; the first one opens a window."""
+        self.finish_window()
+        if self._is_window_open:
+            return
+        self.apply_pending()
+        self._is_window_open = True
+        if self._shadow is not None:
+            self._shadow.refresh()
+        self.runtime.records.clear()
+        self.runtime.records_all = self.is_sampling
+        self.backwards = 0
+
+    def finish_window(self) -> None:
+        """Closes the window if a step was attempted: loss scale, guard, telemetry. Safe to call at any time."""
+        if not self._has_stepped:
+            return
+        is_located = self._found_inf and first_overflow(self.runtime.records) is not None
+        # an overflow in the forward is answered by its unit; a smaller scale would only cost small gradients
+        if not is_located:
+            self.knobs.loss_scale.update(self._found_inf)
+        if self.is_sampling and not self._found_inf:
+            self.telemetry.note_outputs(self.runtime.records)
+            self.is_sampling = False
+            self.samples += 1
+        self._finish_trial()
+        self.runtime.records.clear()
+        self.window += 1
+        self._has_stepped = self._found_inf = self._is_window_open = False
+        self.knobs.update_clip(self.telemetry.median_norm, len(self.telemetry.norms), self.window)
+
+    # ---- requests ----
+
+    def apply(self, action: Action, why: str = "requested") -> None:
+        """Carries out a request now; the caller is at a boundary.
+
+        Args:
+            action: What is asked for.
+            why: Reason to record for what is applied as asked.
+        """
+        before = self.knobs.precision_map()
+        self.knobs.apply(action, self.window, self.applied_steps, self.telemetry.median_norm, why)
+        if self.knobs.precision_map() != before and self.knobs.is_steering:
+            self._start_trial()
+
+    def request(self, action: Action) -> None:
+        """Checks a request at once and applies it at the next boundary.
+
+        Args:
+            action: What is asked for.
+        """
+        rest = self.knobs.check(action, self.window, self.applied_steps, self.telemetry.median_norm)
+        if not rest.is_empty:
+            self._pending.append(rest)
+
+    def apply_pending(self) -> None:
+        """Applies what was requested inside the last window; called at a boundary."""
+        pending, self._pending = self._pending, []
+        for action in pending:
+            self.apply(action, "requested inside the last window")
+
+    def _start_trial(self) -> None:
+        # compiled graphs raise when they are compiled, and tracing through a mode would compile them anew
+        modules = self._root.modules() if self._root is not None else ()
+        if not any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules):
+            self.trial = Trial()
+
+    def _finish_trial(self) -> None:
+        trial, self.trial = self.trial, None
+        if trial is None or not trial.failures:
+            return
+        for name, reason in trial.failures.items():
+            rank_zero_info(f"autoprec: {name} goes to fp32: {reason}")
+        before = self.knobs.precision_map()
+        self.knobs.raise_units(trial.failures, self.window + 1, self.applied_steps, forever=True)
+        if self.knobs.precision_map() != before:
+            self._start_trial()
+
+    # ---- steps ----
+
+    def sample(self, gradients: Gradients) -> None:
+        """Measures the gradients of a step in detail, for the decision after it."""
+        formats: dict[str, tuple[str, str | None]] = {}
+        for name, unit in self.knobs.units.items():
+            current, legal = self.knobs.formats[name], self.knobs.steerable(unit)
+            index = legal.index(current)
+            formats[name] = (current, legal[index + 1] if index + 1 < len(legal) else None)
+        self.telemetry.sample_gradients(gradients.parameters, formats, self.knobs.loss_scale.scale)
+
+    def on_applied(self, gradients: Gradients | None) -> None:
+        """Counts an applied step.
+
+        Args:
+            gradients: What the step used, ``None`` if the closure was never called.
+        """
+        self._has_stepped = True
+        self.applied_steps += 1
+        self.knobs.guard.on_applied()
+        self._stop_search()
+        if gradients is not None and gradients.parameters:
+            scale = self.knobs.loss_scale.scale
+            self.telemetry.note_applied(
+                gradients.parameters, gradients.norms, gradients.total, gradients.is_clipped, scale
+            )
+        if self._shadow is not None:
+            self._shadow.refresh()
+
+    def on_skipped(self, gradients: Gradients | None) -> None:
+        """Counts a skipped step, puts buffers back and lets the guard react.
+
+        Args:
+            gradients: What the step would have used.
+
+        Raises:
+            NonFiniteTrainingError: If everything runs in fp32 and steps keep being skipped.
+        """
+        self._has_stepped = self._found_inf = True
+        self.skipped_steps += 1
+        self.telemetry.note_skipped()
+        lost = self._shadow.restore() if self._shadow is not None else []
+        if lost:
+            rank_zero_warn(
+                f"A skipped step wrote {', '.join(lost)} for the first time after the start of training; these buffers"
+                " could not be put back."
+            )
+        verdict = self.knobs.guard.on_skipped(self.knobs.is_all_wide)
+        if verdict is Verdict.STOP:
+            raise NonFiniteTrainingError(self._stop_message(gradients))
+        self._raise_offender()
+        if verdict is Verdict.RAISE_ALL:
+            reason = f"{self.config.guard.max_consecutive_skips} steps in a row had non-finite gradients"
+            self.knobs.raise_all(self.window + 1, self.applied_steps, reason)
+            rank_zero_warn(f"autoprec: {reason}; everything runs in fp32 from here on.")
+        if verdict is Verdict.RAISE_ALL or self.knobs.guard.consecutive_skips >= _SKIPS_BEFORE_SEARCH:
+            self._start_search()
+
+    def _raise_offender(self) -> None:
+        offender = first_overflow(self.runtime.records)
+        if offender is None:
+            return
+        name, reason = offender
+        self.overflows[name] = self.overflows.get(name, 0) + 1
+        self.telemetry.note_overflow(name)
+        self.knobs.raise_units({name: reason}, self.window + 1, self.applied_steps)
+        self.runtime.records_inputs = True
+
+    def _start_search(self) -> None:
+        if self._locator is None and self._root is not None:
+            self._locator = Locator(self._root)
+            self._locator.start()
+
+    def _stop_search(self) -> None:
+        if self._locator is not None:
+            self._locator.stop()
+            self._locator = None
+
+    def _stop_message(self, gradients: Gradients | None) -> str:
+        where = self._locator.report() if self._locator is not None else None
+        if where is None and gradients is not None and self._root is not None:
+            where = gradients.first_nonfinite(self._root)
+        return (
+            f"Training stopped at window {self.window}: {self.config.guard.max_consecutive_skips} steps in a row had"
+            " non-finite gradients although everything that can be moved runs in fp32."
+            f" First offending layer: {where or 'unknown'}. The weights are those of the last applied step"
+            f" ({self.applied_steps} applied, {self.skipped_steps} skipped). Precision is not the cause: look at the"
+            " learning rate, the data and the loss."
+        )
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything that a resumed run needs, as primitives."""
+        self.finish_window()
+        return {
+            "version": 1,
+            "window": self.window,
+            "applied_steps": self.applied_steps,
+            "skipped_steps": self.skipped_steps,
+            "user_skipped_steps": self.user_skipped_steps,
+            "overflows": dict(self.overflows),
+            "is_sampling": self.is_sampling,
+            "samples": self.samples,
+            "records_inputs": self.runtime.records_inputs,
+            "knobs": self.knobs.state_dict(),
+            "telemetry": self.telemetry.state_dict(),
+            "history": self.history.state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` returned."""
+        for name in ("window", "applied_steps", "skipped_steps", "user_skipped_steps", "samples"):
+            setattr(self, name, int(state[name]))
+        self.overflows = dict(state["overflows"])
+        self.is_sampling = bool(state["is_sampling"])
+        self.runtime.records_inputs = bool(state["records_inputs"])
+        self.history.load(state["history"])
+        self.telemetry.load_state_dict(state["telemetry"])
+        self.knobs.load_state_dict(state["knobs"])
+        self.trial = None
+        self._is_window_open = self._has_stepped = self._found_inf = False
+
+
+def _attach(units: Sequence[Unit], runtime: Runtime) -> None:
+    refused = attach(units, runtime)
+    for unit in units:
+        if unit.name in refused:
+            unit.reason, unit.legal, unit.native = refused[unit.name], ("fp32",), ("fp32",)

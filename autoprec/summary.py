@@ -1,0 +1,80 @@
+"""The short table at the end of fit."""
+
+from __future__ import annotations
+
+import math
+
+from autoprec.formats import FORMATS
+from autoprec.steering import Steering
+
+
+def summarize(steering: Steering, policy: str) -> str:
+    """Describes a finished fit in a few lines of text.
+
+    Args:
+        steering: State of the fit.
+        policy: Name of the policy.
+    """
+    knobs = steering.knobs
+    lines = [f"autoprec, policy {policy}, started from {knobs.base.precision}"]
+    lines += _format_lines(steering)
+    skipped = f"  steps      {steering.applied_steps} applied, {steering.skipped_steps} skipped as non-finite"
+    if steering.user_skipped_steps:
+        skipped += f", {steering.user_skipped_steps} without a loss"
+    lines.append(skipped)
+    if steering.skipped_steps and not steering.applied_steps:
+        lines.append("  NO STEP WAS APPLIED: the weights are those that training started with")
+    if knobs.loss_scale.enabled:
+        lines.append(f"  loss scale {knobs.loss_scale.scale:g}")
+    else:
+        lines.append("  loss scale not in use (nothing runs in fp16)")
+    lines.append(_clip_line(steering))
+    for name, count in steering.overflows.items():
+        lines.append(f"  overflow   {name}: {count}")
+    lines += _refusals(steering)
+    return "\n".join(lines)
+
+
+def _format_lines(steering: Steering) -> list[str]:
+    knobs = steering.knobs
+    if "precision" in knobs.masked:
+        return [f"  precision  not steered: {knobs.masked['precision']}"]
+    units = list(knobs.units.values())
+    parameters = sum(unit.parameter_count for unit in units) or 1
+    compute = {unit.name: steering.telemetry.units[unit.name].compute for unit in units}
+    total_compute = sum(compute.values())
+    lines = []
+    for name in FORMATS:
+        members = [unit for unit in units if knobs.formats[unit.name] == name]
+        if not members:
+            continue
+        share = sum(unit.parameter_count for unit in members) / parameters
+        line = f"  {name:<10} {len(members)} units, {share:.1%} of parameters"
+        if total_compute:
+            line += f", {sum(compute[unit.name] for unit in members) / total_compute:.1%} of compute"
+        if any(unit.reason is None and unit.is_emulated(name) for unit in members):
+            line += " (emulated on this device)"
+        lines.append(line)
+    lines += [f"  left alone {unit.name}: {unit.reason}" for unit in units if unit.reason is not None]
+    return lines
+
+
+def _clip_line(steering: Steering) -> str:
+    knobs = steering.knobs
+    if "clip" in knobs.masked:
+        return f"  clip       not steered: {knobs.masked['clip']}"
+    threshold = "off" if math.isinf(knobs.clip) else f"{knobs.clip:.3g}"
+    share = sum(steering.telemetry.clipped) / max(len(steering.telemetry.clipped), 1)
+    median = steering.telemetry.median_norm
+    return f"  clip       {threshold} (median norm {median:.3g}, {share:.0%} of the last steps clipped)"
+
+
+def _refusals(steering: Steering, limit: int = 5) -> list[str]:
+    counted: dict[str, int] = {}
+    for decision in steering.history:
+        if decision.outcome == "refused":
+            key = f"{decision.unit or decision.knob} to {decision.requested}: {decision.reason}"
+            counted[key] = counted.get(key, 0) + 1
+    lines = [f"  refused    {key}" + (f" ({count} times)" if count > 1 else "") for key, count in counted.items()]
+    more = [f"  refused    ... and {len(lines) - limit} more, see `callback.history`"] if len(lines) > limit else []
+    return lines[:limit] + more

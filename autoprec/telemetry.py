@@ -1,0 +1,233 @@
+"""What is measured while a model trains, and how it becomes the readings that a decision rests on.
+
+Per step nothing is read from the device but the global norm, which the finite check needs anyway. Norms of single
+tensors stay on the device until a decision is due; amax and underflow of gradients and the range of outputs are
+sampled in the window before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoprec.formats import get_format
+from autoprec.layers import Record
+from autoprec.ops import grad_stats
+from autoprec.units import Unit
+
+WINDOW = 64
+
+
+def _window() -> deque[float]:
+    return deque(maxlen=WINDOW)
+
+
+@dataclass
+class UnitTelemetry:
+    """Rolling measurements of one unit.
+
+    Attributes:
+        norms: Gradient norm of each applied step, newest last.
+        amax: Largest finite gradient magnitude in the last sample, NaN before the first.
+        nonfinite_count: Non-finite gradient entries in the last sample.
+        underflow_fraction: Share of the unit's gradient that its format would lose, in the last sample.
+        underflow_fraction_lower: The same for the next lower format.
+        act_amax: Largest output magnitude per sample, newest last.
+        overflow_count: Outputs that were not finite since the last decision.
+        compute: Multiplications per forward in the last sample.
+    """
+
+    norms: deque[float] = field(default_factory=_window)
+    amax: float = math.nan
+    nonfinite_count: int = 0
+    underflow_fraction: float = math.nan
+    underflow_fraction_lower: float = math.nan
+    act_amax: deque[float] = field(default_factory=_window)
+    overflow_count: int = 0
+    compute: float = 0.0
+
+
+class Telemetry:
+    """Rolling measurements of a run.
+
+    Args:
+        units: All decision units.
+        norm_window: How many finite global norms are kept.
+    """
+
+    def __init__(self, units: Sequence[Unit], norm_window: int = WINDOW) -> None:
+        self.units = {unit.name: UnitTelemetry() for unit in units}
+        self.losses: deque[float] = _window()
+        self.loss_scales: deque[float] = _window()
+        self.norms: deque[float] = deque(maxlen=norm_window)
+        self.outcomes: deque[int] = deque(maxlen=WINDOW)  # 1 applied, 0 skipped
+        self.clipped: deque[int] = deque(maxlen=WINDOW)
+        self._fan_in = {unit.name: _fan_in(unit) for unit in units}
+        self._unit_of = {id(p): unit.name for unit in units for p in unit.parameters}
+        self._pending_losses: list[Tensor] = []
+        self._pending_norms: deque[tuple[list[str | None], Tensor]] = deque(maxlen=WINDOW)
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Keeps the loss of one batch, not divided by accumulation, not scaled; ``[]``, any device."""
+        self._pending_losses.append(loss.detach().float().mean())
+        del self._pending_losses[:-WINDOW]
+
+    def note_applied(
+        self, parameters: Sequence[nn.Parameter], norms: Tensor, total: float, is_clipped: bool, loss_scale: float
+    ) -> None:
+        """Keeps one applied step.
+
+        Args:
+            parameters: The parameters that had a gradient.
+            norms: ``[n]``, their gradients' norms, unscaled, before clipping.
+            total: Global norm before clipping.
+            is_clipped: Whether the clip threshold acted.
+            loss_scale: Loss scale of the step.
+        """
+        self.norms.append(total)
+        self.outcomes.append(1)
+        self.clipped.append(int(is_clipped))
+        self.loss_scales.append(loss_scale)
+        self._pending_norms.append(([self._unit_of.get(id(p)) for p in parameters], norms))
+
+    def note_skipped(self) -> None:
+        """Keeps one skipped step."""
+        self.outcomes.append(0)
+
+    def sample_gradients(
+        self, parameters: Sequence[nn.Parameter], formats: Mapping[str, tuple[str, str | None]], loss_scale: float
+    ) -> None:
+        """Measures amax, non-finite entries and underflow of each unit's unscaled gradients.
+
+        Args:
+            parameters: Parameters with gradients.
+            formats: Unit name to its format and the next lower one.
+            loss_scale: Current loss scale: what underflows is the scaled gradient.
+        """
+        owned = [(self._unit_of.get(id(p)), p) for p in parameters if p.grad is not None]
+        known = [(name, p.grad) for name, p in owned if name is not None and p.grad is not None]
+        if not known:
+            return
+        grads = [grad for _, grad in known]
+        limits = [[_lost_below(name, loss_scale) for name in formats[unit]] for unit, _ in known]
+        stats = grad_stats(grads, [low for low, _ in limits])
+        lower = grad_stats(grads, [low for _, low in limits]).underflow_fraction
+        rows = torch.stack([stats.amax, stats.nonfinite_count, stats.underflow_fraction, lower], dim=1).tolist()
+        sizes = [float(grad._values().numel() if grad.is_sparse else grad.numel()) for grad in grads]
+        self._store_sample([name for name, _ in known], rows, sizes)
+
+    def _store_sample(self, names: Sequence[str], rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> None:
+        for name in dict.fromkeys(names):
+            mine = [(row, size) for n, row, size in zip(names, rows, sizes, strict=True) if n == name]
+            total = max(sum(size for _, size in mine), 1.0)
+            unit = self.units[name]
+            unit.amax = max(row[0] for row, _ in mine)
+            unit.nonfinite_count = int(sum(row[1] for row, _ in mine))
+            unit.underflow_fraction = sum(row[2] * size for row, size in mine) / total
+            unit.underflow_fraction_lower = sum(row[3] * size for row, size in mine) / total
+
+    def note_outputs(self, records: Sequence[Record]) -> None:
+        """Keeps the ranges of outputs recorded in one window."""
+        outputs = [record for record in records if not record.is_input]
+        if not outputs:
+            return
+        bounds = torch.stack([record.bounds.float() for record in outputs]).abs().amax(dim=1).tolist()
+        amax: dict[str, float] = {}
+        compute: dict[str, float] = {}
+        for record, value in zip(outputs, bounds, strict=True):
+            if math.isfinite(value):
+                amax[record.name] = max(amax.get(record.name, 0.0), value)
+            else:
+                self.units[record.name].overflow_count += 1
+            compute[record.name] = compute.get(record.name, 0.0) + record.numel * self._fan_in[record.name]
+        for name, value in amax.items():
+            self.units[name].act_amax.append(value)
+        for name, value in compute.items():
+            self.units[name].compute = value
+
+    def note_overflow(self, name: str) -> None:
+        """Counts an output outside its format's range."""
+        self.units[name].overflow_count += 1
+
+    def flush(self) -> None:
+        """Reads what is still on the device; called when a decision or a checkpoint is due."""
+        if self._pending_losses:
+            self.losses.extend(torch.stack(self._pending_losses).tolist())
+            self._pending_losses.clear()
+        for names, norms in self._pending_norms:
+            squares: dict[str, float] = {}
+            for name, norm in zip(names, norms.tolist(), strict=True):
+                if name is not None:
+                    squares[name] = squares.get(name, 0.0) + norm * norm
+            for name, square in squares.items():
+                self.units[name].norms.append(math.sqrt(square))
+        self._pending_norms.clear()
+
+    def start_window(self) -> None:
+        """Forgets the counts of events that the last decision has seen."""
+        for unit in self.units.values():
+            unit.overflow_count = 0
+
+    @property
+    def median_norm(self) -> float:
+        """Running median of finite global norms, NaN before the first."""
+        if not self.norms:
+            return math.nan
+        ordered = sorted(self.norms)
+        middle = len(ordered) // 2
+        return ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns primitives only."""
+        self.flush()
+        return {
+            "losses": list(self.losses),
+            "loss_scales": list(self.loss_scales),
+            "norms": list(self.norms),
+            "outcomes": list(self.outcomes),
+            "clipped": list(self.clipped),
+            "units": {
+                name: {**vars(unit), "norms": list(unit.norms), "act_amax": list(unit.act_amax)}
+                for name, unit in self.units.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` returned; units that are not in this model are left out."""
+        for name in ("losses", "loss_scales", "norms", "outcomes", "clipped"):
+            window: deque[Any] = getattr(self, name)
+            window.clear()
+            window.extend(state[name])
+        self._pending_losses.clear()
+        self._pending_norms.clear()
+        for name, values in state["units"].items():
+            if name in self.units:
+                windows = {key: deque(values[key], maxlen=WINDOW) for key in ("norms", "act_amax")}
+                self.units[name] = UnitTelemetry(**{**values, **windows})
+
+
+def _lost_below(format_name: str | None, loss_scale: float) -> float:
+    """Magnitude of an unscaled gradient below which the scaled one rounds to zero in a format."""
+    if format_name is None:
+        return 0.0
+    number_format = get_format(format_name)
+    # fp8 and int8 tensors are scaled by their own amax, and what they return is bf16
+    wide = get_format("bf16") if number_format.is_scaled or number_format.is_integer else number_format
+    return 0.5 * wide.smallest_subnormal / loss_scale
+
+
+def _fan_in(unit: Unit) -> float:
+    """Multiplications per output element."""
+    if unit.kind in ("embedding", "norm"):
+        return 0.0
+    first = unit.modules[0]
+    weight = getattr(first, "weight", None)
+    width = weight.shape[0] if isinstance(weight, Tensor) and weight.ndim > 1 else None
+    width = width or getattr(first, "hidden_size", None) or getattr(first, "embed_dim", None) or 1
+    return sum(p.numel() for p in unit.parameters if not nn.parameter.is_lazy(p)) / float(width)

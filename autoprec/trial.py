@@ -1,0 +1,109 @@
+"""Keeps the first window under a new map alive: operations that have no low-precision form run in float32 instead.
+
+A mask constant that does not fit into fp16, an ``index_put`` that wants equal dtypes, an FFT without a half version:
+each raises in the middle of a user's forward. During a trial such a call is repeated on float32 copies, and the units
+whose outputs it read are named, so that the guard can raise them before the next window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_LOW = (torch.bfloat16, torch.float16)
+_MAX_NODES = 4096
+
+
+class Trial(TorchFunctionMode):
+    """Repeats failing low-precision calls in float32 and remembers which units fed them.
+
+    Attributes:
+        failures: Unit name to the reason, in order of appearance.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: dict[str, str] = {}
+        self._producers: dict[Any, str] = {}
+        self._last: str | None = None
+
+    def note_output(self, name: str, output: Tensor) -> None:
+        """Remembers the unit that produced ``output``."""
+        self._last = name
+        if output.grad_fn is not None:
+            self._producers[output.grad_fn] = name
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, TypeError) as error:
+            lows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dtype in _LOW]
+            if not lows or isinstance(error, torch.OutOfMemoryError):
+                raise
+            try:
+                result = self._repeat(func, args, kwargs)
+            except (RuntimeError, TypeError, ValueError):
+                raise error from None
+            self._blame(lows, f"`{getattr(func, '__name__', func)}` fails in {lows[0].dtype}: {_first_line(error)}")
+            return result
+
+    def _repeat(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        name = getattr(func, "__name__", "")
+        is_in_place = name in ("__setitem__", "__iadd__", "__imul__") or (name.endswith("_") and name[:2] != "__")
+        if is_in_place and args and isinstance(args[0], Tensor):
+            return _repeat_in_place(func, args, kwargs)
+        args, kwargs = _to((args, kwargs), torch.float32)
+        return func(*args, **kwargs)
+
+    def _blame(self, tensors: list[Tensor], reason: str) -> None:
+        names = {name for tensor in tensors for name in self._nearest(tensor)}
+        if not names and self._last is not None:
+            names = {self._last}
+        for name in sorted(names):
+            self.failures.setdefault(name, reason)
+
+    def _nearest(self, tensor: Tensor) -> Iterator[str]:
+        """Walks back through the graph to the closest unit outputs."""
+        pending: list[Any] = [tensor.grad_fn]
+        seen: set[Any] = set()
+        while pending and len(seen) < _MAX_NODES:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self._producers:
+                yield self._producers[node]
+            else:
+                pending.extend(parent for parent, _ in node.next_functions)
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.dtype in _LOW else v, value)
+
+
+def _repeat_in_place(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The target keeps its dtype; what is written into it follows, and constants are limited to its range."""
+    target, rest = args[0], args[1:]
+    info = torch.finfo(target.dtype) if target.is_floating_point() else None
+
+    def fit(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point() and target.is_floating_point():
+            return value.to(target.dtype)
+        if isinstance(value, float) and info is not None and value == value and abs(value) != float("inf"):
+            return min(max(value, info.min), info.max)
+        return value
+
+    rest, kwargs = tree_map(fit, (rest, kwargs))
+    return func(target, *rest, **kwargs)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

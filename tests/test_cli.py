@@ -1,0 +1,146 @@
+"""The command line, in this process where it can be, in another where its end is the point.
+
+Time budget: 20 s; the demo from end to end and its interruption are `slow` (60 s).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autoprec import __version__, cli
+from autoprec.demo import run
+from autoprec.demo.turns import RunError
+
+CHECKOUT = Path(__file__).parents[1]
+LAST_LINE = re.compile(
+    r"demo: gpt_step_ratio=\d+\.\d{3} gpt_loss_diff=-?\d+\.\d{4}"
+    r" cnn_step_ratio=\d+\.\d{3} cnn_loss_diff=-?\d+\.\d{4} skipped=\d+ seconds=\d+"
+)
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = cli.main(words)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "COLUMNS": "80"}
+    command = [sys.executable, "-m", "autoprec.cli", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "--help")
+    assert code == 0
+    assert "Trainer(callbacks=[AutoPrecisionCallback()])" in out
+    assert all(command in out for command in ("demo", "doctor", "version"))
+
+
+def test_help_of_demo_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "demo", "--help")
+    assert code == 0
+    assert "autoprec demo --quick" in out
+    assert all(option in out for option in ("--out", "--minutes", "--threads"))
+
+
+@pytest.mark.parametrize("words", [["version"], ["--version"]])
+def test_version(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    code, out, _ = call(capsys, *words)
+    assert code == 0
+    assert out == f"autoprec {__version__}\n"
+
+
+def test_doctor_tells_native_from_emulated(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "doctor")
+    assert code == 0
+    assert re.search(r"device +cpu: ", out)
+    assert re.search(r"native +fp32", out)
+    assert re.search(r"emulated .*fp16", out)
+    assert re.search(r"extra +cli: installed", out)
+
+
+@pytest.mark.parametrize("words", [["dmo"], ["demo", "--threads", "0"], ["demo", "--minutes", "soon"]])
+def test_bad_words_end_with_code_2(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    code, _, err = call(capsys, *words)
+    assert code == 2
+    assert "Error" in err
+
+
+def test_without_typer_it_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    code, out, err = call(capsys, "--help")
+    assert (code, out) == (1, "")
+    assert "needs `typer`" in err
+    assert "pip install 'autoprec[cli]'" in err
+
+
+def test_demo_says_at_once_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli._EXTRAS, "cli", ("typer", "no_such_module"))
+    code, _, err = call(capsys, "demo")
+    assert code == 1
+    assert "needs no_such_module. Run `pip install 'autoprec[cli]'`" in err
+
+
+def test_demo_that_fails_ends_with_code_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(settings: run.DemoSettings) -> None:
+        raise RunError(f"The run gpt/autoprec/seed 0 failed with {settings.threads} threads")
+
+    monkeypatch.setattr(run, "run_demo", fail)
+    code, _, err = call(capsys, "demo", "--threads", "3")
+    assert code == 1
+    assert err == "The run gpt/autoprec/seed 0 failed with 3 threads\n"
+
+
+@pytest.mark.slow
+def test_quick_demo_from_end_to_end(tmp_path: Path) -> None:
+    out, err = (process := start("demo", "--quick", "--threads", "1", "--out", str(tmp_path / "out"))).communicate()
+    assert process.returncode == 0, err
+    assert LAST_LINE.fullmatch(out.splitlines()[-1])
+    document = json.loads((tmp_path / "out" / "demo.json").read_text())
+    assert document["threads"] == 1
+    assert {run["arm"] for run in document["runs"]} == {"32-true", "bf16-mixed", "autoprec"}
+    assert all(run["done"]["applied_steps"] == 12 for run in document["runs"] if run["arm"] != "autoprec")
+    assert (tmp_path / "out" / "demo.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
+    process = start("demo", "--out", str(tmp_path / "out"))
+    log = tmp_path / "out" / "logs" / "gpt-autoprec-0.log"
+    until = time.monotonic() + 60
+    while not log.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    started = descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert len(started) >= 4
+    assert process.returncode != 0
+    until = time.monotonic() + 10
+    while any(Path(f"/proc/{one}").exists() for one in started) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not [one for one in started if Path(f"/proc/{one}").exists()]
+
+
+def descendants(process: int) -> list[int]:
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+            parents[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+    below = {process}
+    while len(more := below | {child for child, parent in parents.items() if parent in below}) > len(below):
+        below = more
+    return sorted(below - {process})

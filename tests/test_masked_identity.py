@@ -1,0 +1,221 @@
+"""With every knob masked, training is bit-identical to training without the callback.
+
+Weights, optimizer states, schedules, losses and the random states of torch, numpy and Python are compared after 50
+optimizer steps with dropout, shuffling and validation.
+
+Time budget: 60 s.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
+from torch import Tensor, nn
+
+from autoprec import AutoPrecisionCallback
+from tests.small_fits import Outcome, Plain, assert_identical, differences, fp16_plugin, loader, outcome, quiet, seed
+
+STEPS = 50
+
+
+class SignSGD(torch.optim.Optimizer):
+    """An optimizer that nobody has seen before; calls its closure first and keeps a state of its own."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["mean"] = 0.9 * state.get("mean", 0.0) + parameter.grad
+                state["noise"] = torch.randn(())
+                parameter -= group["lr"] * torch.sign(state["mean"] + 1e-6 * state["noise"])
+        return loss
+
+
+class TwiceSGD(SignSGD):
+    """Evaluates its closure twice and updates in between, as sharpness-aware optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return super().step(closure)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "own": SignSGD,
+    "fused_adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+}
+MORE_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "foreach_adam": lambda p: torch.optim.Adam(p, lr=1e-3, foreach=True),
+    "fused_sgd": lambda p: torch.optim.SGD(p, lr=1e-2, fused=True),
+    "twice": TwiceSGD,
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=1e-2, max_iter=4),
+}
+
+
+class Noisy(Plain):
+    """Dropout, running statistics, and draws from all three generators in every training step."""
+
+    def __init__(self, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__(make_optimizer)
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 2)
+        )
+        self.scale = 1.0
+        self.has_schedule = True
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        sign = 1.0 if random.random() < 0.5 else -1.0
+        noise = torch.from_numpy(np.random.standard_normal(tuple(batch[0].shape)).astype("float32"))
+        out = self.net(sign * batch[0] + 0.01 * noise)
+        return self.scale * nn.functional.mse_loss(out.float(), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(list(self.parameters()))
+        if not self.has_schedule:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Manual(Noisy):
+    """The same under manual optimization, with its own accumulation."""
+
+    def __init__(self, make_optimizer: Callable[[Any], torch.optim.Optimizer], accumulate: int = 1) -> None:
+        super().__init__(make_optimizer)
+        self.automatic_optimization = False
+        self.accumulate = accumulate
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        loss = self.loss(batch) / self.accumulate
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        if (batch_idx + 1) % self.accumulate:
+            return
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        optimizer.step()  # type: ignore[union-attr]
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        schedule.step()  # type: ignore[union-attr, call-arg]
+
+
+def run(make: Callable[[], Plain], is_watched: bool, callbacks: Sequence[Any] = (), **options: Any) -> Outcome:
+    """Trains from one seed, with the callback and everything masked, or without it."""
+    seed(3)
+    module = make()
+    watcher = [AutoPrecisionCallback(knobs=(), interval=4, verbose=False)] if is_watched else []
+    plugin = options.pop("plugin", None)
+    if plugin is not None:
+        options["plugins"] = [plugin()]
+    options = {"check_val_every_n_epoch": 4, **options}
+    trainer = quiet(max_steps=STEPS, max_epochs=-1, callbacks=[*watcher, *callbacks], **options)
+    trainer.fit(module, loader(shuffle=True), loader(16))
+    if watcher:
+        assert watcher[0].applied_steps + watcher[0].skipped_steps == trainer.global_step == STEPS
+    return outcome(trainer, module)
+
+
+def assert_same(make: Callable[[], Plain], **options: Any) -> Outcome:
+    plain = run(make, is_watched=False, **options)
+    watched = run(make, is_watched=True, **options)
+    assert_identical(plain, watched)
+    return watched
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_automatic(name: str, accumulate: int) -> None:
+    assert_same(lambda: Noisy(OPTIMIZERS[name]), accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_manual(name: str, accumulate: int) -> None:
+    assert_same(lambda: Manual(OPTIMIZERS[name], accumulate))
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_clipping_by_the_trainer(name: str, accumulate: int, algorithm: str) -> None:
+    threshold = 0.3 if algorithm == "norm" else 0.02
+    options = {"gradient_clip_val": threshold, "gradient_clip_algorithm": algorithm}
+    clipped = assert_same(lambda: Noisy(OPTIMIZERS[name]), accumulate_grad_batches=accumulate, **options)
+    free = run(lambda: Noisy(OPTIMIZERS[name]), is_watched=False, accumulate_grad_batches=accumulate)
+    assert differences(clipped.weights, free.weights), "the threshold never acted: this test could not fail"
+
+
+class ClippedByHand(Manual):
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(self.loss(batch))
+        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")  # type: ignore[arg-type]
+        optimizer.step()  # type: ignore[union-attr]
+
+
+class ClippedInHook(Noisy):
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+
+
+@pytest.mark.parametrize("make", [ClippedByHand, ClippedInHook])
+def test_clipping_by_the_module(make: Callable[[Any], Plain]) -> None:
+    assert_same(lambda: make(OPTIMIZERS["adam"]))
+
+
+# with a GradScaler: quiet, growing often, and so high that steps are skipped at first
+SCALERS: dict[str, dict[str, Any]] = {
+    "quiet": {"init_scale": 1024.0},
+    "growing": {"init_scale": 512.0, "growth_interval": 5},
+    "overflowing": {"init_scale": 2.0**24, "growth_interval": 7},
+    "odd_factors": {"init_scale": 1000.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 3},
+    "above_our_cap": {"init_scale": 2.0**30, "growth_interval": 4, "backoff_factor": 0.25},
+}
+
+
+def scaler_run(name: str, make: Callable[[], Plain], is_watched: bool, **options: Any) -> tuple[Outcome, Any]:
+    plugin = fp16_plugin(**SCALERS[name])
+    result = run(make, is_watched, plugin=lambda: plugin, **options)
+    assert plugin.scaler is not None
+    return result, plugin.scaler.state_dict()
+
+
+class Skippable(Noisy):
+    """Without schedule and running statistics, which a skipped step holds on purpose."""
+
+    def __init__(self, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__(make_optimizer)
+        self.has_schedule = False
+        self.net[1] = nn.LayerNorm(16)
+
+
+@pytest.mark.parametrize("name", SCALERS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_scaler(optimizer: str, name: str) -> None:
+    plain, plain_scaler = scaler_run(name, lambda: Skippable(OPTIMIZERS[optimizer]), is_watched=False)
+    watched, watched_scaler = scaler_run(name, lambda: Skippable(OPTIMIZERS[optimizer]), is_watched=True)
+    assert_identical(plain, watched)
+    assert watched_scaler == plain_scaler
