@@ -8,6 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+# torch's batch_norm writes these without counting up the tensor's version
+_STATISTICS = ("running_mean", "running_var")
+# what was never written is kept in case it will be, up to this size
+_KEPT_BYTES = 16 * 2**20
+
 
 @dataclass
 class _Entry:
@@ -16,14 +21,20 @@ class _Entry:
     buffer: Tensor
     version: int
     copy: Tensor | None
-    is_always_copied: bool
+    has_hidden_writes: bool
+
+    @property
+    def is_unwritten(self) -> bool:
+        current = self.module._buffers.get(self.name)
+        return current is self.buffer and self.buffer._version == self.version and not self.has_hidden_writes
 
 
 class BufferShadow:
     """Keeps the values that a model's buffers had at the start of the current window.
 
-    All buffers are copied at the first window. Those that its forwards did not write (masks, position tables) lose
-    their copy after it, so the cost per step is one copy of the running statistics.
+    All buffers are copied at the first window and again whenever they were written. Large or boolean ones (attention
+    masks) that the first window did not write lose their copy, so the cost per step is one copy of the running
+    statistics, and the memory at most twice the buffers.
 
     Args:
         root: The model.
@@ -32,36 +43,29 @@ class BufferShadow:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._entries: dict[tuple[int, str], _Entry] = {}
-        self._has_begun = False
-
-    def begin(self) -> None:
-        """Notes the start of a window; copies what was written since the last call."""
-        for module in self._root.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_inference():
-                    self._note(module, name, buffer)
-        self._has_begun = True
+        self._windows = 0
 
     def refresh(self) -> None:
-        """The same for the buffers known so far; cheap enough for every step."""
-        if not self._has_begun:
-            self.begin()
-            return
+        """Notes the start of a window; copies what was written since the last call."""
+        if self._windows == 0:
+            self._discover()
+        elif self._windows == 1:
+            self._learn()
+        self._windows += 1
         for entry in self._entries.values():
             buffer = entry.module._buffers.get(entry.name)
-            if buffer is not None and not buffer.is_inference():
-                self._note(entry.module, entry.name, buffer)
+            if buffer is not None and not buffer.is_inference() and not entry.is_unwritten:
+                _copy(entry, buffer)
 
     def restore(self) -> list[str]:
-        """Gives the buffers the values of the last ``begin`` or ``refresh``.
+        """Gives the buffers the values of the last ``refresh``.
 
         Returns:
             Names of buffers that were written for the first time in this window and could not be put back.
         """
         lost: list[str] = []
         for entry in self._entries.values():
-            current = entry.module._buffers.get(entry.name)
-            if current is entry.buffer and entry.buffer._version == entry.version:
+            if entry.is_unwritten and self._windows > 1:  # in the first window nothing is known about hidden writes
                 continue
             if entry.copy is None:
                 lost.append(entry.name)
@@ -72,21 +76,32 @@ class BufferShadow:
             entry.version = entry.buffer._version
         return lost
 
-    def _note(self, module: nn.Module, name: str, buffer: Tensor) -> None:
-        entry = self._entries.get((id(module), name))
-        if entry is None:
-            always = isinstance(module, _NormBase)
-            copy = buffer.detach().clone()
-            self._entries[id(module), name] = _Entry(module, name, buffer, buffer._version, copy, always)
-            return
-        is_unwritten = buffer is entry.buffer and buffer._version == entry.version
-        if is_unwritten:
-            if not entry.is_always_copied:
+    def _discover(self) -> None:
+        for module in self._root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_inference():
+                    hidden = isinstance(module, _NormBase) or name in _STATISTICS
+                    copy = buffer.detach().clone()
+                    self._entries[id(module), name] = _Entry(module, name, buffer, buffer._version, copy, hidden)
+
+    def _learn(self) -> None:
+        """After the first window: which buffers change behind their version, and which need no copy."""
+        for entry in self._entries.values():
+            if not entry.is_unwritten or entry.copy is None:
+                continue
+            if not torch.equal(entry.buffer, entry.copy) and not _has_nan(entry.copy):
+                entry.has_hidden_writes = True
+            elif entry.buffer.dtype is torch.bool or entry.buffer.nbytes > _KEPT_BYTES:
                 entry.copy = None
-            return
-        entry.is_always_copied = True
-        if entry.copy is None or entry.copy.shape != buffer.shape or entry.copy.dtype != buffer.dtype:
-            entry.copy = buffer.detach().clone()
-        else:
-            entry.copy.copy_(buffer.detach())
-        entry.buffer, entry.version = buffer, buffer._version
+
+
+def _copy(entry: _Entry, buffer: Tensor) -> None:
+    if entry.copy is None or entry.copy.shape != buffer.shape or entry.copy.dtype != buffer.dtype:
+        entry.copy = buffer.detach().clone()
+    else:
+        entry.copy.copy_(buffer.detach())
+    entry.buffer, entry.version = buffer, buffer._version
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return bool(torch.isnan(tensor).any())

@@ -21,7 +21,7 @@ from autoprec.controller import Controller, resolve_policy, save_map
 from autoprec.encoding import decode, encode
 from autoprec.formats import get_format
 from autoprec.history import Decision, History
-from autoprec.knobs import KNOBS
+from autoprec.knobs import KNOBS, Knobs
 from autoprec.plugins import check_base
 from autoprec.precision import AutoPrecision
 from autoprec.steering import Steering
@@ -74,6 +74,8 @@ class AutoPrecisionCallback(Callback):
             raise ValueError(f"Passed `AutoPrecisionCallback(interval={interval!r})`. `interval` must be an int >= 1.")
         self.config = config or AutoPrecisionConfig()
         self.controller = resolve_policy(policy, self.config)
+        # asking costs a copy of the random states, which steps without a script need not pay
+        self._is_scripted = type(self.controller).step_action is not Controller.step_action
         self.interval = interval
         self.history_file = history_file
         self.verbose = verbose
@@ -247,7 +249,10 @@ class AutoPrecisionCallback(Callback):
         steering.apply_pending()
         if steering.window >= self._next_script:
             self._next_script = steering.window + 1
-            self._apply(self._ask(lambda: self.controller.step_action(steering.window)), f"window {steering.window}")
+            if self._is_scripted:
+                self._apply(
+                    self._ask(lambda: self.controller.step_action(steering.window)), f"window {steering.window}"
+                )
         self._decide_if_due(trainer)
 
     def _decide_if_due(self, trainer: pl.Trainer) -> None:
@@ -272,7 +277,7 @@ class AutoPrecisionCallback(Callback):
             return moves if moves is None or isinstance(moves, Action) else decode(moves, units, run)
 
         action = self._ask(decision)
-        self._apply(_without_masked(action, knobs.masked, knobs.loss_scale.enabled), f"policy {self.controller.name!r}")
+        self._apply(_without_masked(action, knobs), f"policy {self.controller.name!r}")
         steering.telemetry.start_window()
 
     def _apply(self, action: Action | None, why: str) -> None:
@@ -331,6 +336,12 @@ class AutoPrecisionCallback(Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prints the table and writes the history, if asked to."""
         self._write_history(trainer)
+        steering = self._fit
+        if steering.skipped_steps and not steering.applied_steps:
+            rank_zero_warn(
+                f"autoprec: no step was applied, all {steering.skipped_steps} were skipped as non-finite; the weights"
+                " are those that training started with."
+            )
         if self.verbose and not trainer.barebones:
             rank_zero_info(summarize(self._fit, self.controller.name))
 
@@ -370,15 +381,14 @@ class AutoPrecisionCallback(Callback):
             )
 
 
-def _without_masked(action: Action | None, masked: dict[str, str], has_loss_scale: bool) -> Action | None:
-    """Drops what a policy moves although it is masked; only explicit requests are worth a line in the record."""
+def _without_masked(action: Action | None, knobs: Knobs) -> Action | None:
+    """Drops what a policy asks of masked knobs; only explicit requests are worth a line in the record."""
     if action is None:
         return None
     return Action(
-        precision=None if "precision" in masked else action.precision,
-        loss_scale=None if "loss_scale" in masked or not has_loss_scale else action.loss_scale,
-        clip=None if "clip" in masked else action.clip,
-        batch_size=None if "batch_size" in masked else action.batch_size,
+        precision=None if "precision" in knobs.masked else action.precision,
+        loss_scale=None if "loss_scale" in knobs.masked else action.loss_scale,
+        clip=None if "clip" in knobs.masked else action.clip,
     )
 
 

@@ -79,4 +79,12 @@ def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float) -> GlobalR
         norms=tuple(telemetry.norms),
         clip_threshold=knobs.clip,
         progress=progress,
+        movable=frozenset(_movable(knobs)),
+        loss_scale_limits=(knobs.loss_scale.config.floor, knobs.loss_scale.config.cap),
     )
+
+
+def _movable(knobs: Knobs) -> set[str]:
+    """Knobs of the run that act: neither masked nor without an effect, as a loss scale that nothing needs."""
+    movable = {knob for knob in ("loss_scale", "batch_size", "clip") if knob not in knobs.masked}
+    return movable if knobs.loss_scale.enabled else movable - {"loss_scale"}

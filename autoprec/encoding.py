@@ -38,7 +38,7 @@ the features that are named after the loss scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -128,9 +128,10 @@ def encode(units: Sequence[UnitReading], globals: GlobalReading) -> Observation:
     """
     rows = np.zeros((len(units) + len(KnobKind) - 1, len(FEATURES)))
     shared = _global_features(units, globals)
+    median_bits = _log2(globals.median_norm)
     for row, unit in zip(rows, units, strict=False):
         _write(row, {"knob_precision": 1.0, "can_lower": unit.lower is not None and not unit.held})
-        _write(row, {"can_raise": unit.higher is not None, **_unit_features(unit, globals)})
+        _write(row, {"can_raise": unit.higher is not None, **_unit_features(unit, median_bits)})
     for row, kind in zip(rows[len(units) :], list(KnobKind)[1:], strict=True):
         _write(row, {f"knob_{kind.value}": 1.0, **_global_moves(kind, globals)})
     for row in rows:
@@ -183,8 +184,8 @@ def decode(actions: ArrayLike, units: Sequence[UnitReading], globals: GlobalRead
     scale_move, batch_move, clip_move = moves[len(units) :]
     return Action(
         precision={name: target for name, target in targets.items() if target is not None} or None,
-        loss_scale=globals.loss_scale * 2.0**scale_move if scale_move else None,
-        batch_size=_moved_batch_size(globals.batch_size, batch_move),
+        loss_scale=_moved_scale(globals, scale_move),
+        batch_size=_moved_batch_size(globals, batch_move),
         clip=_moved_clip(globals, clip_move),
     )
 
@@ -203,7 +204,7 @@ def _write(row: NDArray[np.float64], values: dict[str, float]) -> None:
         row[_INDEX[name]] = value
 
 
-def _unit_features(unit: UnitReading, globals: GlobalReading) -> dict[str, float]:
+def _unit_features(unit: UnitReading, median_bits: float) -> dict[str, float]:
     current = get_format(unit.format)
     lower = get_format(unit.lower or unit.format)
     norms = _finite(unit.grad_norm_history)
@@ -222,7 +223,7 @@ def _unit_features(unit: UnitReading, globals: GlobalReading) -> dict[str, float
         "grad_cv": _spread(norms),
         "grad_trend": _drift_bits(unit.grad_norm_history),
         "grad_readings": norms.size / READINGS,
-        "grad_share": (_log2(unit.grad_norm) - _log2(globals.median_norm)) / 16.0,
+        "grad_share": (_log2(unit.grad_norm) - median_bits) / 16.0,
         "act_drift": _drift_bits(unit.act_amax_history),
         "underflow": unit.underflow_fraction,
         "underflow_lower": unit.underflow_fraction_lower,
@@ -276,13 +277,14 @@ def _pooled_features(units: Sequence[UnitReading]) -> dict[str, float]:
 
 
 def _global_moves(kind: KnobKind, globals: GlobalReading) -> dict[str, float]:
-    if kind is KnobKind.LOSS_SCALE:
-        return {"can_lower": True, "can_raise": True}
-    if kind is KnobKind.BATCH_SIZE:
-        return {"can_lower": globals.batch_size > 1, "can_raise": globals.batch_size > 0}
+    moved: dict[KnobKind, Callable[[GlobalReading, int], float | None]] = {
+        KnobKind.LOSS_SCALE: _moved_scale,
+        KnobKind.BATCH_SIZE: _moved_batch_size,
+        KnobKind.CLIP: _moved_clip,
+    }
     return {
-        "can_lower": _moved_clip(globals, -1) is not None,
-        "can_raise": _moved_clip(globals, 1) is not None,
+        "can_lower": moved[kind](globals, -1) is not None,
+        "can_raise": moved[kind](globals, 1) is not None,
     }
 
 
@@ -310,15 +312,22 @@ def _checked_moves(actions: ArrayLike, expected: int) -> list[int]:
     return [int(move) for move in moves]
 
 
-def _moved_batch_size(batch_size: int, move: int) -> int | None:
-    if not move or batch_size < 1 or (move < 0 and batch_size == 1):
+def _moved_scale(globals: GlobalReading, move: int) -> float | None:
+    low, high = globals.loss_scale_limits
+    moved = globals.loss_scale * 2.0**move
+    return moved if move and "loss_scale" in globals.movable and low <= moved <= high else None
+
+
+def _moved_batch_size(globals: GlobalReading, move: int) -> int | None:
+    batch_size = globals.batch_size
+    if not move or "batch_size" not in globals.movable or batch_size < 1 or (move < 0 and batch_size == 1):
         return None
     return batch_size * 2 if move > 0 else batch_size // 2
 
 
 def _moved_clip(globals: GlobalReading, move: int) -> float | None:
     median = globals.median_norm
-    if not move or not 0 < median < math.inf or not globals.clip_threshold > 0:
+    if "clip" not in globals.movable or not move or not 0 < median < math.inf or not globals.clip_threshold > 0:
         return None
     index = _nearest_multiplier(globals.clip_threshold / median) + move
     return CLIP_MULTIPLIERS[index] * median if 0 <= index < len(CLIP_MULTIPLIERS) else None

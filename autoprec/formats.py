@@ -192,6 +192,8 @@ INT8 = NumberFormat(
 FORMATS: dict[str, NumberFormat] = {f.name: f for f in (FP32, TF32, BF16, FP16, FP8, INT8)}
 """The formats a unit can be given, from wide to narrow."""
 
+_RANKS = {name: position for position, name in enumerate(FORMATS)}
+
 
 def get_format(name: str) -> NumberFormat:
     """Returns the format called ``name``.
@@ -215,7 +217,7 @@ def rank(name: str) -> int:
     Args:
         name: One of ``FORMATS``.
     """
-    return list(FORMATS).index(get_format(name).name)
+    return _RANKS[get_format(name).name]
 
 
 def widest(names: Iterable[str]) -> str:

@@ -58,6 +58,7 @@ class Runtime:
         records_all: Record the output range of every unit, not only of those that can overflow.
         records_inputs: Also record what goes into a unit, to tell it from the operations before it.
         records: What units took and returned, in order of execution.
+        untouched: Units that ran as they are because the user switched autocast off around them.
         on_output: Called with unit name and output of each recorded unit, ``None`` for nothing.
     """
 
@@ -69,6 +70,7 @@ class Runtime:
         self.records_all = False
         self.records_inputs = False
         self.records: list[Record] = []
+        self.untouched: set[str] = set()
         self.on_output: Callable[[str, Tensor], None] | None = None
 
     def record(self, name: str, is_input: bool, value: Any) -> None:
@@ -143,10 +145,23 @@ _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 def _steered_class(cls: type[nn.Module]) -> type[nn.Module]:
     if "_autoprec_base" in cls.__dict__:
         return cls
-    if cls in _classes:
-        return _classes[cls]
-    base_forward = cls.forward
+    if cls not in _classes:
+        body = {
+            "forward": _steered_forward(cls.forward),
+            "__reduce_ex__": _reduce_as(cls),
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "_autoprec_base": cls,
+        }
+        if hasattr(cls, "__deepcopy__"):  # others are copied through __reduce_ex__
+            body["__deepcopy__"] = _deepcopy_as(cls)
+        metaclass: Any = type(cls)
+        _classes[cls] = metaclass(cls.__name__, (cls,), body)
+    return _classes[cls]
 
+
+def _steered_forward(base_forward: Runner) -> Runner:
     @functools.wraps(base_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: ModuleState | None = self.__dict__.get("_autoprec")
@@ -154,34 +169,31 @@ def _steered_class(cls: type[nn.Module]) -> type[nn.Module]:
             return base_forward(self, *args, **kwargs)
         if not torch.is_autocast_enabled(state.runtime.device_type):
             # the user protects this region with autocast(enabled=False)
+            if state.runtime.is_recording and not torch.compiler.is_compiling():
+                state.runtime.untouched.add(state.name)
             return base_forward(self, *args, **kwargs)
         return _call(state, self, args, kwargs)
 
+    return forward
+
+
+def _reduce_as(cls: type[nn.Module]) -> Runner:
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        reduced = _plain_twin(self, cls).__reduce_ex__(protocol)
+        reduced: Any = _plain_twin(self, cls).__reduce_ex__(protocol)
         if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
             # the form that names no helper of ours and does not compare classes, so the pickle loads without autoprec
             reduced = (copyreg._reconstructor, (cls, object, None), *reduced[2:])  # type: ignore[attr-defined]
         return reduced
 
+    return __reduce_ex__
+
+
+def _deepcopy_as(cls: type[nn.Module]) -> Runner:
     def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
         memo[id(self)] = copied = copy.deepcopy(_plain_twin(self, cls), memo)
         return copied
 
-    body = {
-        "forward": forward,
-        "__reduce_ex__": __reduce_ex__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "_autoprec_base": cls,
-    }
-    if hasattr(cls, "__deepcopy__"):  # others are copied through __reduce_ex__
-        body["__deepcopy__"] = __deepcopy__
-    metaclass: Any = type(cls)
-    steered: type[nn.Module] = metaclass(cls.__name__, (cls,), body)
-    _classes[cls] = steered
-    return steered
+    return __deepcopy__
 
 
 def _plain_twin(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
@@ -236,8 +248,8 @@ def _runner(module: nn.Module, unit: Unit, format_name: str) -> Runner:
         run = _norm_runner(module, cls, number_format.compute_dtype)
     elif format_name in ("fp8", "int8", "tf32"):
         run = _quantised_runner(cls, kind, format_name, device_type)
-    elif format_name == "fp16" and unit.is_emulated("fp16") and not _has_nested_units(module):
-        run = _emulated_fp16_runner(cls, kind, device_type)
+    elif format_name == "fp16" and unit.is_emulated("fp16") and _is_emulated_whole(module, kind):
+        run = _emulated_fp16_runner(cls, device_type)
     else:
         run = _autocast_runner(cls, kind, number_format.compute_dtype, device_type, module)
     if clamp is not None and number_format.compute_dtype in _LOW:
@@ -246,8 +258,9 @@ def _runner(module: nn.Module, unit: Unit, format_name: str) -> Runner:
     return run
 
 
-def _has_nested_units(module: nn.Module) -> bool:
-    return any("_autoprec" in child.__dict__ for child in module.modules() if child is not module)
+def _is_emulated_whole(module: nn.Module, kind: str) -> bool:
+    """Torch's own matrix layers are emulated in float32; everything else has (slow) fp16 operations on a CPU."""
+    return (kind in ("linear", "conv") and is_exact(module)) or isinstance(module, nn.RNNBase)
 
 
 def _autocast_runner(cls: type, kind: str, dtype: torch.dtype, device_type: str, module: nn.Module) -> Runner:
@@ -315,17 +328,16 @@ def _to_fp16_and_back(value: Any) -> Any:
     return _cast(_cast(value, torch.float16), torch.float32)
 
 
-def _emulated_fp16_runner(cls: type, kind: str, device_type: str) -> Runner:
+def _emulated_fp16_runner(cls: type, device_type: str) -> Runner:
     """fp16 where the device has none: inputs, weights and outputs are rounded to fp16, the arithmetic is float32."""
     base_forward = cls.forward  # type: ignore[attr-defined]
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         set_ambient(device_type, torch.float32)
         args, kwargs = _to_fp16_and_back((args, kwargs))
-        source = _RoundedWeights(module, _to_fp16_and_back) if kind in ("linear", "conv") else module
-        output = _cast(base_forward(source, *args, **kwargs), torch.float16)
+        output = base_forward(_RoundedWeights(module, _to_fp16_and_back), *args, **kwargs)
         set_ambient(device_type, torch.float16)
-        return output
+        return _cast(output, torch.float16)
 
     return run
 
@@ -338,7 +350,9 @@ class _RoundedWeights:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        return self._rounding(value) if name in ("weight", "bias") and value is not None else value
+        if name == "_flat_weights":
+            return [self._rounding(weight) for weight in value]
+        return self._rounding(value) if name in ("weight", "bias") and isinstance(value, Tensor) else value
 
 
 def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) -> Runner:
@@ -347,6 +361,9 @@ def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) 
 
     def run_linear(module: nn.Linear, input: Tensor) -> Tensor:
         set_ambient(device_type, dtype)
+        if _is_functorch_active():
+            output: Tensor = base_forward(module, input)
+            return output
         with torch.autocast(device_type, enabled=False):
             if format_name == "tf32":
                 return Tf32Linear.call(input.float(), module.weight, module.bias)
@@ -354,10 +371,14 @@ def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) 
 
     def run_embedding(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         set_ambient(device_type, dtype)
-        return round_embedding(base_forward(module, *args, **kwargs), format_name)
+        rows: Tensor = base_forward(module, *args, **kwargs)
+        return rows.to(dtype) if _is_functorch_active() else round_embedding(rows, format_name)
 
     def run_conv(module: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         set_ambient(device_type, dtype)
+        if _is_functorch_active():
+            plain: Tensor = base_forward(module, input, *args, **kwargs)
+            return plain
         rounding, gradient_rounding = _conv_roundings(format_name)
         source = _RoundedWeights(module, lambda w: fake_quantize(w, rounding) if w.ndim > 1 else w)
         with torch.autocast(device_type, enabled=False):
@@ -366,6 +387,12 @@ def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) 
 
     runners: dict[str, Runner] = {"linear": run_linear, "embedding": run_embedding, "conv": run_conv}
     return runners[kind]
+
+
+def _is_functorch_active() -> bool:
+    """Inside ``torch.func`` transforms the quantised layers run in their compute dtype: they have no rules for it."""
+    check = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return check is not None and bool(check())
 
 
 def _conv_roundings(format_name: str) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]:

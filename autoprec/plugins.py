@@ -41,13 +41,21 @@ def base_format(plugin: Precision) -> str | None:
     return _FORMATS.get(str(plugin.precision))
 
 
-def loss_scale_of(plugin: Precision, config: LossScaleConfig) -> LossScale:
-    """Makes the loss scale, with the settings and the state of the plugin's GradScaler if it has one."""
+def loss_scale_of(plugin: Precision, config: LossScaleConfig, is_steered: bool = True) -> LossScale:
+    """Makes the loss scale, with the settings and the state of the plugin's GradScaler if it has one.
+
+    Args:
+        plugin: The base plugin.
+        config: Settings.
+        is_steered: Whether floor and cap apply; a scaler that is only observed runs as it would alone.
+    """
     scaler: Any = getattr(plugin, "scaler", None)
     if scaler is None:
         return LossScale(config, enabled=isinstance(plugin, MixedPrecision) and base_format(plugin) == "fp16")
     if not scaler.is_enabled():
         return LossScale(config, enabled=False)
+    if not is_steered:
+        config = replace(config, floor=2.0**-126, cap=2.0**126)
     limits = replace(config, init_scale=min(max(scaler.get_scale(), config.floor), config.cap))
     scale = LossScale(limits)
     scale.load_state_dict(scaler.state_dict())

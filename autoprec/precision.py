@@ -103,7 +103,7 @@ class AutoPrecision(Precision):
             self.config,
             self._masks(root, trainer),
             Base(str(self.base.precision), base_format(self.base), _clip_of(trainer)),
-            loss_scale_of(self.base, self.config.loss_scale),
+            loss_scale_of(self.base, self.config.loss_scale, "loss_scale" in self.wanted_knobs),
             root.automatic_optimization,
         )
 

@@ -92,6 +92,8 @@ class GlobalReading:
         clip_threshold: Current threshold. ``inf`` if clipping is off.
         progress: Share of the run that is over.
         batch_size: The loader's batch size per rank. 0 if it is not known.
+        movable: Which of ``"loss_scale"``, ``"batch_size"`` and ``"clip"`` act here. The others are masked.
+        loss_scale_limits: Floor and cap of the loss scale.
     """
 
     losses: tuple[float, ...] = ()
@@ -104,6 +106,8 @@ class GlobalReading:
     clip_threshold: float = math.inf
     progress: float = math.nan
     batch_size: int = 0
+    movable: frozenset[str] = frozenset({"loss_scale", "batch_size", "clip"})
+    loss_scale_limits: tuple[float, float] = (0.0, math.inf)
 
     @property
     def median_norm(self) -> float:

@@ -137,6 +137,7 @@ class Steering:
             self.is_sampling = False
             self.samples += 1
         self._finish_trial()
+        self._pin_untouched()
         self.runtime.records.clear()
         self.window += 1
         self._has_stepped = self._found_inf = self._is_window_open = False
@@ -189,6 +190,14 @@ class Steering:
         if self.knobs.precision_map() != before:
             self._start_trial()
 
+    def _pin_untouched(self) -> None:
+        """Reports units in fp32 that the user's own autocast(enabled=False) keeps there."""
+        if self.runtime.untouched:
+            reason = "the model switches autocast off around it"
+            names = sorted(self.runtime.untouched)
+            self.knobs.raise_units(dict.fromkeys(names, reason), self.window + 1, self.applied_steps, forever=True)
+            self.runtime.untouched.clear()
+
     # ---- steps ----
 
     def sample(self, gradients: Gradients) -> None:
@@ -215,7 +224,8 @@ class Steering:
             self.telemetry.note_applied(
                 gradients.parameters, gradients.norms, gradients.total, gradients.is_clipped, scale
             )
-        if self._shadow is not None:
+        # with several optimizers, the next one's window starts here
+        if self._shadow is not None and not self.is_automatic:
             self._shadow.refresh()
 
     def on_skipped(self, gradients: Gradients | None) -> None:

@@ -94,11 +94,20 @@ def find_units(
     if granularity == "block":
         units = _merge_blocks(units, root)
     native = native_formats(device)
+    if "fp16" not in native:
+        units = [replace(unit, legal=_without_fp16(unit)) for unit in units]
     last = max(len(units) - 1, 1)
     return [
         replace(unit, native=tuple(f for f in unit.legal if f in native or f == "fp32"), depth=index / last)
         for index, unit in enumerate(units)
     ]
+
+
+def _without_fp16(unit: Unit) -> tuple[str, ...]:
+    """Recurrent layers have no fp16 on a CPU; torch's own are emulated, a subclass's forward cannot be."""
+    if any(isinstance(m, nn.RNNBase) and type(m) not in (nn.RNN, nn.LSTM, nn.GRU) for m in unit.modules):
+        return tuple(name for name in unit.legal if name != "fp16")
+    return unit.legal
 
 
 def select(units: Sequence[Unit], pattern: str) -> list[Unit]:

@@ -176,6 +176,18 @@ def failure_table(records: Iterable[Record]) -> Table:
     return table
 
 
+def raise_table(records: Iterable[Record]) -> Table:
+    """What the guard raised, by reason: no failure, but a map of which little is left shows little."""
+    reasons: dict[str, list[str]] = {}
+    for record in records:
+        for unit, reason in record["raised"].items():
+            reasons.setdefault(reason, []).append(f"{record['model']}/{record['map']} {unit}")
+    table = Table("units", "reason", "first", title="raised by the guard", title_justify="left")
+    for reason, units in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        table.add_row(str(len(units)), reason, units[0])
+    return table
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the zoo and returns the exit code."""
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -200,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             progress.update(task, advance=len(records), description=records[0]["model"])
     runs = [results.records[f"{model}/{map_name}"] for model in models for map_name in options.maps]
     failed = [record for record in runs if record["failures"]]
+    if any(record["raised"] for record in runs):
+        console.print(raise_table(runs))
     if failed:
         console.print(failure_table(failed))
     for name, reason in skipped.items():

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
-from autoprec import Action, AutoPrecisionCallback, Decision, ScriptedController
+from autoprec import (
+    Action,
+    AutoPrecisionCallback,
+    AutoPrecisionConfig,
+    Decision,
+    LossScaleConfig,
+    ScriptedController,
+)
 
 Loss = Callable[[nn.Module, Any, int], Tensor]
 
@@ -34,8 +41,12 @@ def fp16cpu(scale: float = 65536.0, **kwargs: Any) -> MixedPrecision:
 def scripted(
     steps: Mapping[int, Action] | None = None, epochs: Mapping[int, Action] | None = None, **kwargs: Any
 ) -> AutoPrecisionCallback:
-    """A callback that follows a script and otherwise lets everything be."""
-    return AutoPrecisionCallback(policy=ScriptedController(steps=steps, epochs=epochs), **kwargs)
+    """A callback that follows a script and otherwise lets everything be.
+
+    The usual first loss scale of 65536 overflows as the gradient of an fp16 loss, which costs a step at the start.
+    """
+    config = kwargs.pop("config", AutoPrecisionConfig(loss_scale=LossScaleConfig(init_scale=128.0)))
+    return AutoPrecisionCallback(policy=ScriptedController(steps=steps, epochs=epochs), config=config, **kwargs)
 
 
 def squares(net: nn.Module, batch: Tensor, index: int) -> Tensor:

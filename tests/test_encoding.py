@@ -136,6 +136,8 @@ def test_finite_and_bounded(units: list[UnitReading], run: GlobalReading) -> Non
 def test_loss_scale_shows_in_its_own_features_only(
     units: list[UnitReading], run: GlobalReading, scale: float, tracker: int, history: tuple[float, ...]
 ) -> None:
+    # away from floor and cap, where the moves of the loss scale's own row end
+    run = replace(run, loss_scale=1024.0)
     scaled = replace(run, loss_scale=scale, growth_tracker=tracker, loss_scale_history=history)
     own = [FEATURES.index(name) for name in ("loss_scale", "loss_scale_trend", "growth_tracker")]
     before, after = encode(units, run), encode(units, scaled)

@@ -18,8 +18,8 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
 from torch import Tensor, nn
 
-from autoprec import AutoPrecisionCallback
-from tests.small_fits import Outcome, Plain, assert_identical, differences, fp16_plugin, loader, outcome, quiet, seed
+from autoprec import Action, AutoPrecisionCallback, ScriptedController
+from tests.small_fits import Full, Outcome, Plain, assert_identical, differences, fp16_plugin, loader, outcome, quiet, seed
 
 STEPS = 50
 
@@ -74,7 +74,7 @@ MORE_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-class Noisy(Plain):
+class Noisy(Full):
     """Dropout, running statistics, and draws from all three generators in every training step."""
 
     def __init__(self, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
@@ -88,7 +88,7 @@ class Noisy(Plain):
     def loss(self, batch: Sequence[Tensor]) -> Tensor:
         sign = 1.0 if random.random() < 0.5 else -1.0
         noise = torch.from_numpy(np.random.standard_normal(tuple(batch[0].shape)).astype("float32"))
-        out = self.net(sign * batch[0] + 0.01 * noise)
+        out = self.net(sign * batch[0] + 0.01 * noise.to(batch[0]))
         return self.scale * nn.functional.mse_loss(out.float(), batch[1])
 
     def configure_optimizers(self) -> Any:
@@ -193,6 +193,7 @@ SCALERS: dict[str, dict[str, Any]] = {
     "overflowing": {"init_scale": 2.0**24, "growth_interval": 7},
     "odd_factors": {"init_scale": 1000.0, "growth_factor": 1.7, "backoff_factor": 0.3, "growth_interval": 3},
     "above_our_cap": {"init_scale": 2.0**30, "growth_interval": 4, "backoff_factor": 0.25},
+    "below_our_floor": {"init_scale": 4.0, "growth_interval": 4},
 }
 
 
@@ -212,10 +213,224 @@ class Skippable(Noisy):
         self.net[1] = nn.LayerNorm(16)
 
 
+def skippable(optimizer: str, factor: float = 1.0) -> Callable[[], Plain]:
+    def make() -> Plain:
+        module = Skippable(OPTIMIZERS[optimizer])
+        module.scale = factor
+        return module
+
+    return make
+
+
+def assert_same_with_scaler(name: str, make: Callable[[], Plain], **options: Any) -> dict[str, Any]:
+    plain, plain_scaler = scaler_run(name, make, is_watched=False, **options)
+    watched, watched_scaler = scaler_run(name, make, is_watched=True, **options)
+    assert_identical(plain, watched)
+    assert watched_scaler == plain_scaler
+    return watched_scaler  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("name", SCALERS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_scaler(optimizer: str, name: str) -> None:
-    plain, plain_scaler = scaler_run(name, lambda: Skippable(OPTIMIZERS[optimizer]), is_watched=False)
-    watched, watched_scaler = scaler_run(name, lambda: Skippable(OPTIMIZERS[optimizer]), is_watched=True)
+    factor = 1e6 if name == "below_our_floor" else 1.0
+    scaler = assert_same_with_scaler(name, skippable(optimizer, factor))
+    assert name != "below_our_floor" or scaler["scale"] < 1.0, "the scale never went below the floor"
+
+
+@pytest.mark.parametrize("name", ["growing", "overflowing"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.3},
+        {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+    ],
+    ids=["accumulate", "norm", "value"],
+)
+def test_scaler_and(options: dict[str, Any], name: str) -> None:
+    assert_same_with_scaler(name, skippable("adam"), **options)
+
+
+@pytest.mark.parametrize("name", ["quiet", "overflowing"])
+def test_scaler_and_an_optimizer_that_unscales_by_itself(name: str) -> None:
+    assert_same_with_scaler(name, skippable("fused_adamw"))
+
+
+class ManualSkippable(Skippable, Manual):
+    """Manual optimization without schedule and running statistics."""
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(self.loss(batch))
+        optimizer.step()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["growing", "overflowing"])
+def test_scaler_under_manual_optimization(name: str) -> None:
+    def make() -> Plain:
+        module = ManualSkippable(OPTIMIZERS["adamw"])
+        module.automatic_optimization = False
+        return module
+
+    assert_same_with_scaler(name, make)
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    [
+        ("bf16-mixed", "sgd"),
+        ("bf16-mixed", "adamw"),
+        ("bf16-mixed", "fused_adamw"),
+        ("bf16-true", "sgd"),
+        ("16-true", "sgd"),
+        ("64-true", "adamw"),
+    ],
+)
+def test_precision_of_the_trainer(precision: str, name: str) -> None:
+    assert_same(lambda: Noisy(OPTIMIZERS[name]), precision=precision)
+
+
+@pytest.mark.parametrize("name", MORE_OPTIMIZERS)
+def test_more_optimizers(name: str) -> None:
+    assert_same(lambda: Noisy(MORE_OPTIMIZERS[name]))
+
+
+class TwoOptimizers(Noisy):
+    """Two networks against each other, as a GAN has them."""
+
+    def __init__(self) -> None:
+        super().__init__(OPTIMIZERS["adam"])
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        for index, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
+            self.toggle_optimizer(optimizer)
+            out = self.judge(self.net(batch[0])).float().mean()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch) + out if index == 0 else -out)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        parts = self.net, self.judge
+        return [self.make_optimizer(list(part.parameters())) for part in parts], []
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_two_optimizers(precision: str) -> None:
+    assert_same(TwoOptimizers, precision=precision)
+
+
+class Skipping(Noisy):
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
+        return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
+
+
+class ReadsGradients(Noisy):
+    """Reads and writes gradients in the hooks around the step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1.0 + 0.01 * float(parameter.grad.abs().max()))
+
+    def on_after_backward(self) -> None:
+        self.net[0].weight.grad.add_(torch.randn(()) * 1e-3)  # type: ignore[union-attr, operator]
+
+
+class OwnBackward(Noisy):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+
+
+class OwnStep(Noisy):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()  # the closure must run, the step need not
+            optimizer.step()
+
+
+class OwnZero(Noisy):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Embeds(Noisy):
+    """A layer with sparse gradients, and a parameter that never gets one."""
+
+    def __init__(self, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__(make_optimizer)
+        self.table = nn.Embedding(8, 8, sparse=True)
+        self.unused = nn.Parameter(torch.zeros(3))
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        index = (batch[0][:, 0].abs() * 3).long().clamp(max=7)
+        return super().loss([batch[0] + self.table(index), batch[1]])
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+@pytest.mark.parametrize("make", [Skipping, ReadsGradients, OwnBackward, OwnStep, OwnZero])
+def test_hooks_of_the_module(make: Callable[[Any], Plain]) -> None:
+    assert_same(lambda: make(OPTIMIZERS["adam"]))
+
+
+def test_sparse_and_unused_parameters() -> None:
+    assert_same(lambda: Embeds(OPTIMIZERS["sgd"]))
+
+
+def test_accumulation_that_changes() -> None:
+    assert_same(
+        lambda: Noisy(OPTIMIZERS["adamw"]), callbacks=[GradientAccumulationScheduler(scheduling={0: 1, 1: 4, 3: 2})]
+    )
+
+
+def test_other_callbacks_draw_random_numbers() -> None:
+    def draw(*args: Any) -> None:
+        torch.rand(1), np.random.rand(), random.random()
+
+    names = ("on_train_batch_start", "on_before_backward", "on_before_optimizer_step", "on_train_batch_end")
+    assert_same(lambda: Noisy(OPTIMIZERS["adamw"]), callbacks=[LambdaCallback(**dict.fromkeys(names, draw))])
+
+
+class Gambler(ScriptedController):
+    """Asks for everything and draws from every generator."""
+
+    name = "gambler"
+
+    def _draw(self) -> None:
+        torch.rand(3), np.random.rand(3), random.random()
+
+    def step_action(self, window: int) -> Action | None:
+        self._draw()
+        return Action(precision={"*": "fp16"}, loss_scale=256.0, clip=1e-3, batch_size=2, accumulate=2)
+
+    def decide(self, observation: Any) -> Any:
+        self._draw()
+        return np.full(len(observation), -1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_masked_policy_moves_nothing(precision: str) -> None:
+    plain = run(lambda: Noisy(OPTIMIZERS["adam"]), is_watched=False, precision=precision)
+    watcher = AutoPrecisionCallback(Gambler(), knobs=(), interval=3, eval_precision="current", verbose=False)
+    watched = run(lambda: Noisy(OPTIMIZERS["adam"]), is_watched=False, callbacks=[watcher], precision=precision)
     assert_identical(plain, watched)
-    assert watched_scaler == plain_scaler
+    assert watcher.history
+    assert {decision.outcome for decision in watcher.history} == {"refused"}
+
+
+def test_no_random_number_is_drawn_while_steering() -> None:
+    """Steered values differ, the random streams do not."""
+    plain = run(lambda: Noisy(OPTIMIZERS["adam"]), is_watched=False)
+    steered = run(
+        lambda: Noisy(OPTIMIZERS["adam"]),
+        is_watched=False,
+        callbacks=[AutoPrecisionCallback("fixed:int8", interval=5, verbose=False)],
+    )
+    assert not differences(plain.random_states, steered.random_states)
+    assert differences(plain.weights, steered.weights)

@@ -96,6 +96,11 @@ def test_raises(change: dict[str, Any]) -> None:
     assert move(replace(STABLE, **change)) == 1
 
 
+def test_raises_rather_than_lowers_where_the_lower_format_has_more_range() -> None:
+    leaving = replace(STABLE, format="fp16", legal=("bf16", "fp16", "fp8"), act_amax=1e5)
+    assert move(leaving) == 1
+
+
 def test_does_not_raise_fp32() -> None:
     assert move(replace(STABLE, format="fp32", overflow_count=1)) == 0
 

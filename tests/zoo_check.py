@@ -27,7 +27,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoprec import Action, AutoPrecisionCallback, ScriptedController
+from autoprec import Action, AutoPrecisionCallback, Decision, ScriptedController
 from autoprec.units import Unit, find_units
 from tests.zoo_models import ZOO, ZooModel
 
@@ -42,12 +42,13 @@ _LOSS_TOLERANCE = 0.05
 
 @dataclass
 class Result:
-    """One model under one map. ``failures`` is empty if everything held."""
+    """One model under one map. ``failures`` is empty if everything held, ``raised`` is what the guard did and why."""
 
     model: str
     map: str
     failures: list[str] = field(default_factory=list)
     formats: dict[str, int] = field(default_factory=dict)
+    raised: dict[str, str] = field(default_factory=dict)
     refused: int = 0
     skipped: int = 0
     seconds: float = 0.0
@@ -108,6 +109,7 @@ def check(model: str, map_name: str, folder: Path) -> Result:
     fit = _fit(entry, folder / f"{model}-{map_name}.ckpt", callback)
     result.skipped = callback.skipped_steps
     result.refused = sum(decision.outcome == "refused" for decision in callback.history)
+    result.raised = {str(d.unit): d.reason for d in callback.history if is_raise(d)}
     result.formats = dict(Counter(fit.watch.precision_map.values()))
     _check_numbers(result, fit, reference)
     _check_layout(result, fit, entry)
@@ -227,10 +229,15 @@ def _check_unit(unit: Unit, asked: str, got: str | None, callback: AutoPrecision
         if got == asked or not refused:
             yield f"unit {unit.name}: illegal {asked} gave {got}, history {[d.outcome for d in record]}"
         return
-    if any(d.outcome == "refused" and d.requested == asked for d in record):
+    # the guard may hold a unit that it raised before
+    if any(d.outcome == "refused" and d.requested == asked for d in record) and not any(map(is_raise, record)):
         yield f"unit {unit.name}: legal {asked} was refused: {record[-1].reason}"
     elif got != asked and not any(d.applied == got and d.reason for d in record):
         yield f"unit {unit.name}: {asked} gave {got} without a record"
+
+
+def is_raise(decision: Decision) -> bool:
+    return decision.knob == "precision" and decision.outcome == "applied" and decision.reason.startswith("guard")
 
 
 def _check_checkpoints(result: Result, fit: Fit, entry: ZooModel, folder: Path) -> None:

@@ -117,7 +117,8 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
     """
     is_cuda = a.device.type == "cuda"
     is_native = a.device.type == "cpu" or (is_cuda and a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0)
-    if is_native and a.numel() and b.numel():
+    # with a size of 1 the strides are ambiguous, and torch 2.13 then returns uninitialised memory on a CPU
+    if is_native and min(*a.shape, *b.shape) > 1:
         return torch._int_mm(a, b)
     return (a.double() @ b.double()).to(torch.int32)
 
