@@ -19,13 +19,12 @@ from autoprec.collect import read_globals, read_units, steered_units
 from autoprec.config import AutoPrecisionConfig
 from autoprec.controller import Controller, resolve_policy, save_map
 from autoprec.encoding import decode, encode
-from autoprec.formats import get_format
 from autoprec.history import Decision, History
 from autoprec.knobs import KNOBS, Knobs
 from autoprec.plugins import check_base
 from autoprec.precision import AutoPrecision
 from autoprec.steering import Steering
-from autoprec.summary import summarize
+from autoprec.summary import mean_bits, metrics, summarize
 
 T = TypeVar("T")
 
@@ -308,30 +307,8 @@ class AutoPrecisionCallback(Callback):
         self._fit.finish_window()
         if trainer.barebones or self._fit.window % max(_log_interval(trainer), 1):
             return
-        self.log_dict(self._metrics(), prog_bar=False)
-        self.log("autoprec/bits", self._mean_bits(), prog_bar=True)
-
-    def _metrics(self) -> dict[str, float]:
-        steering, clip = self._fit, self.clip_threshold
-        metrics = {
-            "autoprec/loss_scale": self.loss_scale,
-            "autoprec/applied_steps": float(steering.applied_steps),
-            "autoprec/skipped_steps": float(steering.skipped_steps),
-        }
-        if math.isfinite(clip):
-            metrics["autoprec/clip_threshold"] = clip
-        if steering.telemetry.norms:
-            metrics["autoprec/grad_norm"] = steering.telemetry.norms[-1]
-        return metrics
-
-    def _mean_bits(self) -> float:
-        """Bits per parameter of the formats in use."""
-        knobs = self._fit.knobs
-        units = list(knobs.units.values())
-        total = sum(unit.parameter_count for unit in units)
-        if not total:
-            return 32.0
-        return sum(get_format(knobs.formats[u.name]).bits * u.parameter_count for u in units) / total
+        self.log_dict(metrics(self._fit))
+        self.log("autoprec/bits", mean_bits(self._fit.knobs), prog_bar=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prints the table and writes the history, if asked to."""

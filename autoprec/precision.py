@@ -19,8 +19,6 @@ from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -29,7 +27,8 @@ from autoprec.action import Action
 from autoprec.autocast import ambient, float32_recomputation
 from autoprec.config import AutoPrecisionConfig
 from autoprec.gradients import Gradients, StepUndo
-from autoprec.knobs import KNOBS, Base, Knobs
+from autoprec.knobs import KNOBS, Base
+from autoprec.masks import clip_of, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
 from autoprec.steering import Steering
 from autoprec.units import find_units
@@ -101,25 +100,11 @@ class AutoPrecision(Precision):
             find_units(root, device, self.config.granularity),
             device.type,
             self.config,
-            self._masks(root, trainer),
-            Base(str(self.base.precision), base_format(self.base), _clip_of(trainer)),
+            masks_of(root, trainer, self.base, self.wanted_knobs),
+            Base(str(self.base.precision), base_format(self.base), clip_of(trainer)),
             loss_scale_of(self.base, self.config.loss_scale, "loss_scale" in self.wanted_knobs),
             root.automatic_optimization,
         )
-
-    def _masks(self, root: pl.LightningModule, trainer: pl.Trainer) -> dict[str, str]:
-        masks: dict[str, str] = {knob: "it is not in `knobs`" for knob in KNOBS if knob not in self.wanted_knobs}
-        masks.setdefault("batch_size", "the batch size is not steered yet")
-        if base_format(self.base) is None:
-            masks["precision"] = f"the Trainer runs in {self.base.precision}, which fixes the format of every layer"
-            masks.setdefault("loss_scale", f"the Trainer runs in {self.base.precision}")
-        if not root.automatic_optimization:
-            masks.setdefault("clip", "under manual optimization clipping is the module's own business")
-        elif is_overridden("configure_gradient_clipping", root):
-            masks.setdefault("clip", "the module overrides `configure_gradient_clipping`")
-        elif trainer.gradient_clip_val and trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            masks.setdefault("clip", "the Trainer clips by value; the threshold on the norm does not apply")
-        return masks
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -127,7 +112,7 @@ class AutoPrecision(Precision):
         """Takes hold of optimizers and schedules once they exist."""
         if self.steering is not None and isinstance(model, pl.LightningModule):
             if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-                _restrict_for_lbfgs(self.steering.knobs)
+                restrict_for_lbfgs(self.steering.knobs)
             self.steering.schedules.attach(lr_schedulers, model.automatic_optimization)
         return self.base.connect(model, optimizers, lr_schedulers)
 
@@ -391,24 +376,6 @@ def _formats_context(steering: Steering, is_training: bool) -> Generator[None, N
         torch.backends.mha.set_fastpath_enabled(fast_path)
         runtime.is_active = runtime.is_recording = False
         runtime.on_output = None
-
-
-def _restrict_for_lbfgs(knobs: Knobs) -> None:
-    """LBFGS evaluates its closure several times a step, on which a loss scale cannot act."""
-    if knobs.uses_fp16 or knobs.loss_scale.enabled:
-        raise MisconfigurationException(
-            "fp16 and the LBFGS optimizer exclude each other: fp16 needs a loss scale, which cannot act inside LBFGS's"
-            " line search. Choose bf16 or fp32, or another optimizer."
-        )
-    knobs.masked["loss_scale"] = "LBFGS evaluates its closure several times a step and excludes a loss scale"
-    for unit in knobs.units.values():
-        unit.legal = tuple(name for name in unit.legal if name != "fp16")
-
-
-def _clip_of(trainer: pl.Trainer) -> float | None:
-    value = trainer.gradient_clip_val
-    is_norm = trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
-    return float(value) if value and value > 0 and is_norm else None
 
 
 def _warn_bare_backward() -> None:

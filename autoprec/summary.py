@@ -1,11 +1,36 @@
-"""The short table at the end of fit."""
+"""What a fit reports: the metrics it logs, and the short table at its end."""
 
 from __future__ import annotations
 
 import math
 
-from autoprec.formats import FORMATS
+from autoprec.formats import FORMATS, get_format
+from autoprec.knobs import Knobs
 from autoprec.steering import Steering
+
+
+def metrics(steering: Steering) -> dict[str, float]:
+    """Returns what is logged while a model trains, by metric name."""
+    knobs = steering.knobs
+    values = {
+        "autoprec/loss_scale": knobs.loss_scale.scale,
+        "autoprec/applied_steps": float(steering.applied_steps),
+        "autoprec/skipped_steps": float(steering.skipped_steps),
+    }
+    if math.isfinite(knobs.clip):
+        values["autoprec/clip_threshold"] = knobs.clip
+    if steering.telemetry.norms:
+        values["autoprec/grad_norm"] = steering.telemetry.norms[-1]
+    return values
+
+
+def mean_bits(knobs: Knobs) -> float:
+    """Returns the bits of the formats in use, averaged over parameters."""
+    units = list(knobs.units.values())
+    total = sum(unit.parameter_count for unit in units)
+    if not total:
+        return 32.0
+    return sum(get_format(knobs.formats[unit.name]).bits * unit.parameter_count for unit in units) / total
 
 
 def summarize(steering: Steering, policy: str) -> str:

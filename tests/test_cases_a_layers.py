@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from autoprec import Action, AutoPrecisionCallback
+from autoprec import Action, AutoPrecisionCallback, NonFiniteTrainingError
 from tests.support import (
     Ask,
     Manual,
@@ -34,7 +34,6 @@ from tests.support import (
     sgd,
     squares,
     state_of,
-    stops_for_good,
     watch_dtypes,
     weights_of,
 )
@@ -139,7 +138,7 @@ def test_a07_every_way_to_mask_trains_in_fp16(mask: str) -> None:
     assert all(raised(ap).values())
 
 
-@pytest.mark.parametrize("mask", list(MASKS))
+@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask != "fp32_min"])  # beyond the largest bf16
 def test_a07_bf16_needs_no_help(mask: str) -> None:
     ap, task = scripted({0: EVERYTHING["bf16"]}), masked_task(MASKS[mask])
     cpu(callbacks=[ap]).fit(task)
@@ -212,8 +211,9 @@ def test_a07_fully_masked_row_does_not_go_unnoticed(name: str) -> None:
 
 def test_a07_fully_masked_rows_end_the_run_in_the_end() -> None:
     ap, task = scripted({0: EVERYTHING["fp16"]}), masked_task(fully_masked)
-    with stops_for_good() as caught:
+    with pytest.raises(NonFiniteTrainingError) as caught:
         cpu(callbacks=[ap], max_epochs=100).fit(task)
+    assert ap.skipped_steps <= 40
     assert "net.last" in str(caught.value)
     assert "from the operations before it" in str(caught.value)
 
@@ -716,6 +716,7 @@ RECURRENT: dict[str, Callable[[], nn.Module]] = {
 SWITCHES = {1: "fp16", 3: "bf16", 5: "fp32"}
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("name", list(RECURRENT))
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a11_recurrent_layer_survives_every_switch(name: str, precision: Any) -> None:
@@ -883,6 +884,7 @@ SPECTRAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", list(SPECTRAL))
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
 def test_a12_operation_without_a_half_version_trains(name: str, low: str) -> None:

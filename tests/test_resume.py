@@ -8,7 +8,7 @@ Time budget: 60 s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,12 @@ from autoprec import (
 )
 from tests.small_fits import Outcome, Plain, StatefulLoader, assert_identical, fp16_plugin, loader, outcome, quiet, seed
 
-# a resumed run has no ModelCheckpoint
-pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+pytestmark = [
+    # a resumed run has no ModelCheckpoint
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+    # what every run under manual optimization hears
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization:UserWarning"),
+]
 
 STOP, TOTAL = 37, 80
 
@@ -86,12 +90,14 @@ class Setup:
     options: Mapping[str, Any] | None = None
     plugin: Callable[[], Any] | None = None
     is_random_state_carried: bool = True
+    others: Sequence[Callable[[], Callback]] = ()
 
     def fit(self, steps: int, folder: Path, resume: Path | None = None, save_at: int = 0) -> Result:
         seed(5)
         module, callback = self.module(), self.callback()
         callbacks: list[Callback] = [CarriesRandomState()] if self.is_random_state_carried else []
         callbacks += [callback] if callback is not None else []
+        callbacks += [make() for make in self.others]
         options: dict[str, Any] = dict(self.options or {})
         if save_at:
             callbacks.append(ModelCheckpoint(folder, every_n_train_steps=save_at, save_top_k=-1, filename="{step}"))
@@ -222,7 +228,7 @@ class Asks(Callback):
 
 
 def test_request_that_waits_for_the_boundary(tmp_path: Path) -> None:
-    through, _ = assert_resumes(Setup(scripted, options={"callbacks": [Asks(STOP)]}), tmp_path)
+    through, _ = assert_resumes(Setup(scripted, others=[lambda: Asks(STOP)]), tmp_path)
     assert through.callback is not None
     assert any(d.outcome == "deferred" for d in through.callback.history)
 
@@ -242,8 +248,9 @@ def test_fixed_format(policy: str, tmp_path: Path) -> None:
 def test_saved_map(tmp_path: Path) -> None:
     first = Setup(scripted).fit(50, tmp_path)
     assert first.callback is not None
-    first.callback.save_map(tmp_path / "map.yaml")
-    through, _ = assert_resumes(Setup(lambda: AutoPrecisionCallback(tmp_path / "map.yaml", verbose=False)), tmp_path)
+    path = tmp_path / "maps" / "last.yaml"
+    first.callback.save_map(path)
+    through, _ = assert_resumes(Setup(lambda: AutoPrecisionCallback(path, verbose=False)), tmp_path / "checkpoints")
     assert through.callback is not None
     assert through.callback.precision_map() == first.callback.precision_map()
 

@@ -1,20 +1,16 @@
-"""Numerics. ``reference`` is the specification in eager PyTorch; faster implementations are measured against it."""
+"""Numerics in eager PyTorch: the specification against which every faster implementation is measured."""
 
 from __future__ import annotations
 
 from autoprec.ops.reference import (
-    GradStats,
     dequantize_rows,
     embedding,
     fake_quantize,
-    global_norm,
-    grad_norms,
-    grad_stats,
     linear,
     quantize_rows,
     quantize_tensor,
-    scale_,
 )
+from autoprec.ops.statistics import GradStats, global_norm, grad_norms, grad_stats, scale_
 
 __all__ = [
     "GradStats",

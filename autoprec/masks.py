@@ -1,0 +1,56 @@
+"""Which knobs cannot be moved under a given module, Trainer and optimizer, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from autoprec.knobs import KNOBS, Knobs
+from autoprec.plugins import base_format
+
+
+def masks_of(root: pl.LightningModule, trainer: pl.Trainer, base: Precision, wanted: Sequence[str]) -> dict[str, str]:
+    """Returns the knobs that cannot be moved in a fit, each with the reason.
+
+    Args:
+        root: The module.
+        trainer: Its Trainer.
+        base: The base plugin.
+        wanted: Knobs that the user lets move.
+    """
+    masks: dict[str, str] = {knob: "it is not in `knobs`" for knob in KNOBS if knob not in wanted}
+    masks.setdefault("batch_size", "the batch size is not steered yet")
+    if base_format(base) is None:
+        masks["precision"] = f"the Trainer runs in {base.precision}, which fixes the format of every layer"
+        masks.setdefault("loss_scale", f"the Trainer runs in {base.precision}")
+    if not root.automatic_optimization:
+        masks.setdefault("clip", "under manual optimization clipping is the module's own business")
+    elif is_overridden("configure_gradient_clipping", root):
+        masks.setdefault("clip", "the module overrides `configure_gradient_clipping`")
+    elif trainer.gradient_clip_val and trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+        masks.setdefault("clip", "the Trainer clips by value; the threshold on the norm does not apply")
+    return masks
+
+
+def restrict_for_lbfgs(knobs: Knobs) -> None:
+    """LBFGS evaluates its closure several times a step, on which a loss scale cannot act."""
+    if knobs.uses_fp16 or knobs.loss_scale.enabled:
+        raise MisconfigurationException(
+            "fp16 and the LBFGS optimizer exclude each other: fp16 needs a loss scale, which cannot act inside LBFGS's"
+            " line search. Choose bf16 or fp32, or another optimizer."
+        )
+    knobs.masked["loss_scale"] = "LBFGS evaluates its closure several times a step and excludes a loss scale"
+    for unit in knobs.units.values():
+        unit.legal = tuple(name for name in unit.legal if name != "fp16")
+
+
+def clip_of(trainer: pl.Trainer) -> float | None:
+    """Returns the Trainer's clip threshold on the norm, ``None`` if it has none."""
+    value = trainer.gradient_clip_val
+    is_norm = trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
+    return float(value) if value and value > 0 and is_norm else None

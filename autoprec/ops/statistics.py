@@ -1,0 +1,125 @@
+"""Statistics of gradients in eager PyTorch, the specification of the one-pass kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """Statistics of a list of gradients, one entry per tensor, float32 on the gradients' device.
+
+    Attributes:
+        amax: ``[n]``. Largest magnitude among the finite entries.
+        norm: ``[n]``. L2 norm of the finite entries.
+        nonfinite_count: ``[n]``. Entries that are inf or NaN.
+        underflow_fraction: ``[n]``. Share of the non-zero entries below the smallest normal number asked about.
+    """
+
+    amax: Tensor
+    norm: Tensor
+    nonfinite_count: Tensor
+    underflow_fraction: Tensor
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float]) -> GradStats:
+    """Measures gradients one by one; nothing is changed.
+
+    Args:
+        grads: Dense or sparse gradients of any shape, all on one device. Sparse ones count their merged values.
+        tiny: For each gradient the magnitude below which a value underflows.
+    """
+    rows = [_tensor_stats(_values(grad).detach(), limit) for grad, limit in zip(grads, tiny, strict=True)]
+    table = torch.stack(rows) if rows else torch.zeros(0, 4)
+    return GradStats(*table.unbind(1))
+
+
+def _tensor_stats(grad: Tensor, tiny: float) -> Tensor:
+    magnitude = grad.float().abs().reshape(-1)
+    if magnitude.numel() == 0:
+        return magnitude.new_zeros(4)
+    finite = magnitude.isfinite()
+    clean = torch.where(finite, magnitude, torch.zeros_like(magnitude))
+    amax = clean.amax()
+    # scaled, so that the squares of large finite entries do not overflow
+    unit = amax.clamp(min=torch.finfo(torch.float32).tiny)
+    norm = (clean / unit).norm() * unit
+    nonzero = (clean > 0).sum()
+    small = ((clean > 0) & (clean < tiny)).sum()
+    return torch.stack([amax, norm, (~finite).sum().float(), small / nonzero.clamp(min=1)])
+
+
+def grad_norms(grads: Sequence[Tensor]) -> Tensor:
+    """L2 norm of each gradient, accumulated in float32 whatever their dtype.
+
+    Args:
+        grads: Dense or sparse gradients, any float dtypes, any devices.
+
+    Returns:
+        ``[n]``, float32, on the first gradient's device. inf or NaN where an entry is inf or NaN, or where the sum of
+        squares exceeds float32.
+    """
+    if not grads:
+        return torch.zeros(0)
+    device = grads[0].device
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for index, grad in enumerate(grads):
+        values = _values(grad).detach()
+        groups.setdefault((values.device, values.dtype), []).append((index, values))
+    norms: list[Tensor] = [torch.zeros((), device=device)] * len(grads)
+    for (_, dtype), members in groups.items():
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        for (index, _), norm in zip(members, torch._foreach_norm([v for _, v in members], 2, dtype=wide), strict=True):
+            norms[index] = norm.to(device, torch.float32)
+    return torch.stack(norms)
+
+
+def global_norm(grads: Sequence[Tensor], norms: Tensor | None = None) -> Tensor:
+    """L2 norm over all gradients.
+
+    Args:
+        grads: As in :func:`grad_norms`.
+        norms: What :func:`grad_norms` returned for them, if it is known already.
+
+    Returns:
+        ``[]``, float32, on the first gradient's device. inf or NaN exactly if an entry is inf or NaN, or if the norm
+        itself exceeds float32.
+    """
+    norms = grad_norms(grads) if norms is None else norms
+    total = torch.linalg.vector_norm(norms)
+    return _scaled_norm(grads) if grads and torch.isinf(total) else total
+
+
+def _scaled_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The norm without overflow in the squares; reached only when the plain sum overflowed or an entry is inf."""
+    device = grads[0].device
+    tensors = [values.detach().float() for grad in grads if (values := _values(grad)).numel()]
+    amax = torch.stack([tensor.abs().amax().to(device) for tensor in tensors]).amax()
+    if not torch.isfinite(amax):
+        return amax
+    parts = [(tensor / amax.to(tensor.device)).norm().to(device) for tensor in tensors]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(parts)) * amax
+    return total
+
+
+def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiplies gradients by ``factor`` in place; used to unscale and to clip.
+
+    Args:
+        grads: Dense or sparse gradients. A sparse one is scaled through its stored values, merged or not.
+        factor: A number or a tensor ``[]``.
+    """
+    dense = [grad for grad in grads if not grad.is_sparse]
+    if dense:
+        torch._foreach_mul_(dense, factor)
+    for grad in grads:
+        if grad.is_sparse:
+            grad._values().mul_(factor)
