@@ -343,6 +343,15 @@ class AutoPrecisionCallback(Callback):
             "next_epoch": self._next_epoch,
         }
 
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Adds the plugin's state to a checkpoint written after fit, when the Trainer has its own plugin back."""
+        key = AutoPrecision.__qualname__
+        if key not in checkpoint and self.steering is not None:
+            checkpoint[key] = self.plugin.state_dict()
+            self.plugin.on_save_checkpoint(checkpoint)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what ``state_dict`` returned. The plugin restores its own part."""
         self._last_decision = int(state_dict["last_decision"])

@@ -78,6 +78,7 @@ class Knobs:
         self.formats = {unit.name: self._base_format(unit) for unit in units}
         self._named: set[str] = set()
         self.is_ambient_raised = False
+        self._is_steering = False
         if "precision" not in self.masked:
             self._make_act()
 
@@ -162,7 +163,8 @@ class Knobs:
                 self._record(step, "precision", unit, before, requested, before, "refused", reason)
             else:
                 precision[unit] = requested
-                self._record(step, "precision", unit, before, requested, before, "deferred", "to the next boundary")
+                note = f"to the next boundary; {reason}" if reason else "to the next boundary"
+                self._record(step, "precision", unit, before, requested, before, "deferred", note)
         kept: dict[str, Any] = {"precision": precision or None}
         values: tuple[tuple[Knob, float, float | None], ...] = (
             ("loss_scale", self.loss_scale.scale, action.loss_scale),
@@ -243,6 +245,7 @@ class Knobs:
             "clip": self.clip,
             "clip_follows_median": self.clip_follows_median,
             "is_ambient_raised": self.is_ambient_raised,
+            "is_steering": self._is_steering,
             "loss_scale": self.loss_scale.state_dict(),
             "guard": self.guard.state_dict(),
         }
@@ -258,6 +261,7 @@ class Knobs:
             self.formats.update(known)
             self._named = set(state["named"]) & set(self.units)
             self.is_ambient_raised = bool(state["is_ambient_raised"])
+            self._is_steering = bool(state["is_steering"])
         self.changed_at.update({name: int(at) for name, at in state["changed_at"].items() if name in self.units})
         self.guard.load_state_dict(state["guard"])
         self.loss_scale.load_state_dict(state["loss_scale"])
@@ -277,15 +281,15 @@ class Knobs:
         """Hands the formats to the layers; leaves them untouched while they match what the Trainer would run."""
         matches = all(self.formats[unit.name] == self._base_format(unit) for unit in self.units.values())
         steers_fp16 = self.base.format == "fp16"  # its range must be watched although nothing differs
-        self._is_steering = not matches or self.is_ambient_raised or steers_fp16 or bool(self._named & self._norms())
+        is_touched = not matches or self.is_ambient_raised or steers_fp16 or bool(self._named & self._norms())
+        # once steered, always: the user may carry low-precision tensors over windows (hidden states, queues)
+        self._is_steering = self._is_steering or is_touched
         for unit in self.units.values():
             if unit.reason is None:
                 is_plain = not self._is_steering or not self._is_run_explicitly(unit)
                 set_format(unit, None if is_plain else self.formats[unit.name])
         if self.uses_fp16 and not self.loss_scale.enabled and "loss_scale" not in self.masked:
             self.loss_scale.enabled = True
-
-    _is_steering = False
 
     def _norms(self) -> set[str]:
         return {unit.name for unit in self.units.values() if not unit.has_matrix}

@@ -30,6 +30,7 @@ from autoprec.gradients import Gradients, StepUndo
 from autoprec.knobs import KNOBS, Base
 from autoprec.masks import clip_of, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
+from autoprec.retry import StepRetry
 from autoprec.steering import Steering
 from autoprec.units import find_units
 
@@ -79,6 +80,7 @@ class AutoPrecision(Precision):
         self.steering: Steering | None = None
         self._gradients: dict[int, Gradients] = {}
         self._closure_calls = 0
+        self._retry: StepRetry | None = None
 
     # ---- set-up ----
 
@@ -91,6 +93,8 @@ class AutoPrecision(Precision):
             self.steering = self._steering_of(module, trainer)
             if self.initial_formats:
                 self.steering.apply(Action(precision=self.initial_formats), "initial formats")
+            if "precision" not in self.steering.knobs.masked:
+                self._retry = StepRetry(trainer.strategy, self.steering.prepare_retry)
         return module
 
     def _steering_of(self, root: pl.LightningModule, trainer: pl.Trainer) -> Steering:
@@ -124,6 +128,9 @@ class AutoPrecision(Precision):
     def release(self) -> None:
         """Ends the steering of a fit; may be called at any time, also twice. What was decided stays readable."""
         self._gradients.clear()
+        if self._retry is not None:
+            self._retry.remove()
+            self._retry = None
         if self.steering is not None and not self.steering.is_released:
             self.steering.release()
             sync_scaler(self.base, self.steering.knobs.loss_scale)
@@ -294,11 +301,13 @@ class AutoPrecision(Precision):
         trainer = model.trainer
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
-        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         steering = self._active
         if steering is not None and "clip" not in steering.knobs.masked:
-            value = steering.knobs.clip if math.isfinite(steering.knobs.clip) else None
-            algorithm = GradClipAlgorithmType.NORM
+            # the module's hook refuses values other than the Trainer's; it is not overridden, else the knob is masked
+            if math.isfinite(steering.knobs.clip):
+                self.clip_gradients(optimizer, steering.knobs.clip)
+            return
+        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         self._clip_gradients(model, optimizer, value, gradient_clip_algorithm=algorithm)
 
     def clip_gradients(

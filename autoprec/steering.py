@@ -8,6 +8,7 @@ under manual optimization). Requests act between windows only. What does not liv
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -88,9 +89,12 @@ class Steering:
         self._shadow: BufferShadow | None = BufferShadow(root)
         self._locator: Locator | None = None
         self._pending: list[Action] = []
+        self._effects_at_entry = (0, 0)
         self._is_window_open = False
         self._has_stepped = False
         self._found_inf = False
+        if self.knobs.is_steering:  # the Trainer's own fp16 is probed like any other map
+            self._start_trial()
 
     @property
     def is_released(self) -> bool:
@@ -114,8 +118,11 @@ class Steering:
     def begin_step(self) -> None:
         """Called before each micro-batch; the first one opens a window."""
         self.finish_window()
-        if self._is_window_open:
-            return
+        if not self._is_window_open:
+            self._open_window()
+        self._effects_at_entry = self._effects
+
+    def _open_window(self) -> None:
         self.apply_pending()
         self._is_window_open = True
         if self._shadow is not None:
@@ -142,6 +149,11 @@ class Steering:
         self.window += 1
         self._has_stepped = self._found_inf = self._is_window_open = False
         self.knobs.update_clip(self.telemetry.median_norm, len(self.telemetry.norms), self.window)
+
+    @property
+    def _effects(self) -> tuple[int, int]:
+        """Grows with everything a training step does to gradients and weights."""
+        return self.backwards, self.applied_steps + self.skipped_steps
 
     # ---- requests ----
 
@@ -172,6 +184,19 @@ class Steering:
         pending, self._pending = self._pending, []
         for action in pending:
             self.apply(action, "requested inside the last window")
+
+    def prepare_retry(self) -> bool:
+        """Called when a training step raised: sets up a trial, unless the step ran as one or has taken effect.
+
+        Returns:
+            Whether the step may run again.
+        """
+        if not self.knobs.is_steering or self.trial is not None or self._effects != self._effects_at_entry:
+            return False
+        self._start_trial()
+        if self._shadow is not None:
+            self._shadow.restore()
+        return self.trial is not None
 
     def _start_trial(self) -> None:
         # compiled graphs raise when they are compiled, and tracing through a mode would compile them anew
@@ -306,6 +331,7 @@ class Steering:
             "records_inputs": self.runtime.records_inputs,
             "knobs": self.knobs.state_dict(),
             "telemetry": self.telemetry.state_dict(),
+            "pending": [asdict(action) for action in self._pending],
             "history": self.history.state(),
         }
 
@@ -316,10 +342,13 @@ class Steering:
         self.overflows = dict(state["overflows"])
         self.is_sampling = bool(state["is_sampling"])
         self.runtime.records_inputs = bool(state["records_inputs"])
+        self._pending = [Action(**fields) for fields in state["pending"]]
         self.history.load(state["history"])
         self.telemetry.load_state_dict(state["telemetry"])
         self.knobs.load_state_dict(state["knobs"])
         self.trial = None
+        if self.knobs.is_steering:
+            self._start_trial()
         self._is_window_open = self._has_stepped = self._found_inf = False
 
 

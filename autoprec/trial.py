@@ -7,11 +7,13 @@ whose outputs it read are named, so that the guard can raise them before the nex
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -45,15 +47,39 @@ class Trial(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
-            lows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dtype in _LOW]
-            if not lows or isinstance(error, torch.OutOfMemoryError):
-                raise
+            return self._repaired(func, getattr(func, "__name__", str(func)), args, kwargs, error)
+
+    def __enter__(self) -> Trial:
+        # the user's own autograd functions do not pass through the mode
+        self._apply = Function.__dict__["apply"]
+        trial, original = self, self._apply.__func__
+
+        def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+            if cls.__module__.startswith("autoprec."):
+                return original(cls, *args, **kwargs)
             try:
-                result = self._repeat(func, args, kwargs)
-            except (RuntimeError, TypeError, ValueError):
-                raise error from None
-            self._blame(lows, f"`{getattr(func, '__name__', func)}` fails in {lows[0].dtype}: {_first_line(error)}")
-            return result
+                return original(cls, *args, **kwargs)
+            except (RuntimeError, TypeError, AssertionError) as error:
+                return trial._repaired(functools.partial(original, cls), cls.__name__, args, kwargs, error)
+
+        Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        Function.apply = self._apply  # type: ignore[method-assign]
+
+    def _repaired(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, error: Exception) -> Any:
+        lows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dtype in _LOW]
+        if not lows or isinstance(error, torch.OutOfMemoryError):
+            raise error
+        try:
+            result = self._repeat(func, args, kwargs)
+        except (RuntimeError, TypeError, ValueError, AssertionError):
+            raise error from None
+        self._blame(lows, f"`{name}` fails in {lows[0].dtype}: {_first_line(error)}")
+        return result
 
     def _repeat(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")

@@ -106,6 +106,8 @@ class StatefulLoader:
         return len(self.data) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Tensor]]:
+        if self.position == len(self):
+            self.epoch, self.position = self.epoch + 1, 0
         order = torch.randperm(len(self.data), generator=torch.Generator().manual_seed(100 + self.epoch))
         while self.position < len(self):
             start = self.position * self.batch_size
@@ -114,7 +116,6 @@ class StatefulLoader:
                 x[0] = 1e5
             self.position += 1
             yield [x, y]
-        self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}

@@ -24,10 +24,12 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from autoprec.autocast import ambient
 from autoprec.formats import FP16, TF32
 from autoprec.layers import Runtime, attach, detach, set_format
 from autoprec.ops import quantize_rows
 from autoprec.ops.reference import round_fp8
+from autoprec.trial import Trial
 from autoprec.units import find_units
 from tests.steered import attached, steered
 
@@ -104,8 +106,10 @@ def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor], relative: float) -> None:
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
-        difference = float((mine.double() - theirs.double()).abs().max()) if mine.numel() else 0.0
-        assert difference <= relative * float(theirs.abs().max() if theirs.numel() else 0.0)
+        assert mine.shape == theirs.shape
+        mine, theirs = mine.detach().double(), theirs.detach().double()
+        if mine.numel():
+            assert float((mine - theirs).abs().max()) <= relative * float(theirs.abs().max())
 
 
 LAYERS: dict[str, tuple[Make, Shapes]] = {
@@ -137,6 +141,14 @@ LAYERS: dict[str, tuple[Make, Shapes]] = {
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 6)), [(4, 8)]),
 }
 every_layer = pytest.mark.parametrize(("make", "shapes"), LAYERS.values(), ids=LAYERS)
+# torch's own remarks about its CPU kernels and its older programs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 
 # ---- bf16, fp16 and fp32 against autocast ----
@@ -171,9 +183,12 @@ def test_fp32_is_the_plain_layer_whatever_is_around_it(make: Make, shapes: Shape
 def test_fp16_is_autocast_to_the_rounding(make: Make, shapes: Shapes) -> None:
     outputs, gradients = in_format(seeded(make), "fp16", inputs(shapes))
     module, xs = seeded(make), inputs(shapes)
-    # torch has no fp16 LSTM for CPUs
-    expected, expected_gradients = run(module, xs) if isinstance(module, nn.LSTM) else under_autocast(module, HALF, xs)
-    assert {output.dtype for output in outputs} == {HALF}
+    if isinstance(module, nn.LSTM):  # torch has no fp16 LSTM for CPUs
+        expected, expected_gradients = run(module, xs)
+    else:
+        expected, expected_gradients = under_autocast(module, HALF, xs)
+    is_whole = isinstance(module, nn.RNNBase)
+    assert [output.dtype for output in outputs] == [HALF if is_whole else output.dtype for output in expected]
     assert_near(outputs, expected, 4 * 2.0**-10)
     assert_near(gradients, expected_gradients, 4 * 2.0**-10)
 
@@ -231,7 +246,9 @@ def test_embedding_bag_matches_autocast(name: str) -> None:
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 @pytest.mark.parametrize("low_input", [BF16, HALF])
 def test_inputs_of_another_low_dtype_are_cast_at_the_boundary(name: str, low_input: torch.dtype) -> None:
-    for make, shapes in LAYERS.values():
+    for kind, (make, shapes) in LAYERS.items():
+        if kind == "bilinear":  # torch cannot run it on low inputs under its own autocast either
+            continue
         xs = [x.detach().to(low_input) for x in inputs(shapes)]
         root = nn.Sequential()
         root.append(seeded(make))
@@ -412,7 +429,8 @@ def test_strided_inputs_give_the_same_result(name: str) -> None:
         assert not x.is_contiguous()
         with steered(nn.Sequential(layer), name):
             assert_near([layer(x)], [layer(x.contiguous())], 2.0**-7)
-            assert_near([layer(x[:1].expand(16, *x.shape[1:]))[3:4]], [layer(x[:1])], 2.0**-7)
+            row = x[:1].expand(16, *x.shape[1:])
+            assert_near([layer(row)], [layer(row.contiguous())], 2.0**-7)
 
 
 def test_fp8_runs_a_batch_that_is_no_multiple_of_16_in_bf16() -> None:
@@ -477,10 +495,13 @@ def test_d08_any_map_on_neighbouring_layers_runs(first: str) -> None:
     net = Neighbours()
     exact = net(x)
     for second, third in itertools.product(names, names):
-        with steered(net, {"first": first, "second": second, "third": third}):
+        # torch cannot concatenate bf16 and fp16 under autocast; the first window under a map repeats that in fp32
+        with steered(net, {"first": first, "second": second, "third": third}), Trial() as trial:
             net.zero_grad()
             y = net(x)
             y.float().pow(2).mean().backward()
+        is_mixed = {"fp16"} < {first, second} & {"fp16", "bf16", "fp8", "int8"}
+        assert bool(trial.failures) == is_mixed
         assert float((y.float() - exact).norm()) < 0.2 * float(exact.norm()), (second, third)
         for parameter in net.parameters():
             assert parameter.grad is not None
@@ -768,7 +789,7 @@ COPIED: dict[str, Make] = {
     "own reduce": lambda: Reduced(8, 6),
     "own deepcopy": lambda: DeepCopied(8, 6),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 6)),
-    "traced": lambda: torch.fx.symbolic_trace(Own()),
+    "traced": lambda: torch.fx.symbolic_trace(nn.Bilinear(8, 8, 6)),
 }
 
 
@@ -793,11 +814,14 @@ def test_deepcopies_come_out_plain(make: Make) -> None:
         assert value.data_ptr() != other.data_ptr()
     detach(units)
     assert type(net[0]) is plain
-    if plain.__name__ not in ("ParametrizedLinear", "GraphModuleImpl", "Own"):
+    if plain.__name__ not in ("ParametrizedLinear", "Bilinear", "GraphModuleImpl"):
         assert type(twin[0]) is plain
 
 
-@pytest.mark.parametrize("make", [m for n, m in COPIED.items() if n != "weight norm"], ids=[n for n in COPIED if n != "weight norm"])
+PICKLED = {name: make for name, make in COPIED.items() if name != "weight norm"}  # torch refuses to pickle that
+
+
+@pytest.mark.parametrize("make", PICKLED.values(), ids=PICKLED)
 def test_pickles_come_out_plain_and_do_not_name_the_plugin(make: Make) -> None:
     net = nn.Sequential(seeded(make))
     units, _ = attached(net, "bf16")
@@ -967,8 +991,6 @@ def test_recomputations_are_not_recorded() -> None:
     net = Checkpointed(False)
     units, runtime = attached(net, "fp16")
     runtime.is_active = runtime.is_recording = True
-    from autoprec.autocast import ambient
-
     with ambient("cpu", torch.float32):
         y = net(torch.randn(16, 16))
     runtime.is_recording = False
@@ -1003,8 +1025,6 @@ def test_a20_a_compiled_unit_is_bounded_and_settles(graphs: Any) -> None:
         layer.compile(backend=graphs)
     units, runtime = attached(net, {})
     runtime.is_active = runtime.is_recording = True
-    from autoprec.autocast import ambient
-
     counts, rounds = [], ("bf16", "fp32", "bf16", "fp32", "bf16")
     with ambient("cpu", torch.float32):
         for name in rounds:

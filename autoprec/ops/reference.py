@@ -136,25 +136,23 @@ class _Int8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         # manual optimization runs the backward inside the training step, where autocast is on
-        with torch.autocast(grads[0].device.type, enabled=False):
-            return _Int8Linear._grad_x(ctx, grads[0]), _Int8Linear._grad_weight(ctx, grads[0])
+        grad, (x, weight) = grads[0], ctx.saved_tensors
+        grad_x = grad_weight = None
+        with torch.autocast(grad.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                grad_x = _Int8Linear._grad_x(grad, weight).to(x.dtype)
+            if ctx.needs_input_grad[1]:
+                grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype)
+        return grad_x, grad_weight
 
     @staticmethod
-    def _grad_x(ctx: Any, grad: Tensor) -> Tensor | None:
-        if not ctx.needs_input_grad[0]:
-            return None
-        x, weight = ctx.saved_tensors
+    def _grad_x(grad: Tensor, weight: Tensor) -> Tensor:
         if torch.is_grad_enabled():  # create_graph=True: the same values in differentiable operations
             columns = fake_quantize(weight.t(), round_int8)
-            return (fake_quantize(grad.float(), round_int8) @ columns.float().t()).to(x.dtype)
+            return fake_quantize(grad.float(), round_int8) @ columns.float().t()
         g_values, g_scale = quantize_rows(grad)
         w_values, w_scale = quantize_rows(weight.t())
-        return (int_matmul(g_values, w_values.t()).float() / g_scale / w_scale.t()).to(x.dtype)
-
-    @staticmethod
-    def _grad_weight(ctx: Any, grad: Tensor) -> Tensor | None:
-        x, weight = ctx.saved_tensors
-        return (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return int_matmul(g_values, w_values.t()).float() / g_scale / w_scale.t()
 
 
 def is_fp8_native(device: torch.device) -> bool:
