@@ -55,8 +55,12 @@ def ambient(device_type: str, dtype: torch.dtype | None) -> torch.autocast:
 
 
 def set_ambient(device_type: str, dtype: torch.dtype) -> None:
-    """Switches the target of the enabled autocast region in place; the region's exit puts the old one back."""
-    torch.set_autocast_dtype(device_type, dtype)
+    """Switches the target of the enabled autocast region in place; the region's exit puts the old one back.
+
+    Does nothing while the compiler traces, which does not allow it; compiled layers bring their own regions.
+    """
+    if not torch.compiler.is_compiling():
+        torch.set_autocast_dtype(device_type, dtype)
 
 
 @contextmanager

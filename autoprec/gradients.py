@@ -20,6 +20,7 @@ class Gradients:
     Args:
         parameters: The optimizer's parameters; those without a gradient are left out.
         inv_scale: 1 / loss scale.
+        bare: Parameters whose gradients were never scaled.
 
     Attributes:
         parameters: Parameters with a gradient.
@@ -28,13 +29,14 @@ class Gradients:
         is_clipped: Whether a threshold acted.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], inv_scale: float) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], inv_scale: float, bare: Sequence[nn.Parameter] = ()) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.grad is not None]
         self.is_clipped = False
-        grads = self._grads()
         if inv_scale != 1.0:
+            skipped = {id(parameter) for parameter in bare}
+            scaled = [p.grad for p in self.parameters if p.grad is not None and id(p) not in skipped]
             with torch.no_grad():
-                scale_(grads, inv_scale)
+                scale_(scaled, inv_scale)
         self._measure()
 
     @property
@@ -83,6 +85,37 @@ class Gradients:
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in self.parameters]
+
+
+BARE_BACKWARD = (
+    "A step under a loss scale used gradients of a `loss.backward()` that scaled no loss, or gradients that were"
+    " changed after `self.manual_backward(loss)`. Gradients that were never scaled are used as they are; a mix of both"
+    " cannot be told apart. Call `self.manual_backward(loss)` for every loss, or leave 'loss_scale' out of `knobs`."
+)
+
+
+class ScaleMarks:
+    """Knows which gradients hold a scaled loss, where the user may also call ``loss.backward()``."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, tuple[int, int]] = {}
+
+    def note(self, root: nn.Module) -> None:
+        """Marks every gradient of a model after a backward of a scaled loss."""
+        for parameter in root.parameters():
+            if parameter.grad is not None:
+                self._marks[id(parameter)] = (id(parameter.grad), parameter.grad._version)
+
+    def take(self, parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], bool]:
+        """Forgets the marks of some parameters.
+
+        Returns:
+            Those whose gradient was never scaled, and whether that, or a later write to another one, needs a warning.
+        """
+        known = [(p, self._marks.pop(id(p), None)) for p in parameters]
+        bare = [p for p, mark in known if p.grad is not None and mark is None]
+        is_moved = any(m is not None and p.grad is not None and m != (id(p.grad), p.grad._version) for p, m in known)
+        return bare, bool(bare) or is_moved
 
 
 def _dense(grad: Tensor) -> Tensor:

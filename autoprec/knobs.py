@@ -52,6 +52,9 @@ class Knobs:
         base: What the Trainer had.
         loss_scale: The loss scale's state machine.
         history: Where decisions are recorded.
+
+    Attributes:
+        restrictions: Format to the reason why no unit may run in it.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Knobs:
         self.guard = Guard(config.guard, config.clip)
         self.clip = math.inf if base.clip is None else base.clip
         self.clip_follows_median = base.clip is None and "clip" not in masked
+        self.restrictions: dict[str, str] = {}
         self.changed_at = dict.fromkeys(self.units, 0)
         self.formats = {unit.name: self._base_format(unit) for unit in units}
         self._named: set[str] = set()
@@ -316,6 +320,8 @@ class Knobs:
             contradicts = len(exact.get(name, ())) > 1
             wanted = widest(exact[name]) if contradicts else requested
             outcome, reason = self.guard.check_format(name, wanted, unit.legal, applied_steps, unit.reason)
+            if outcome == "refused" and wanted in self.restrictions:
+                reason = f"{reason}; {self.restrictions[wanted]}"
             if outcome == "applied":
                 reason = ""
                 if contradicts:

@@ -70,7 +70,7 @@ class Runtime:
         """Notes the range of the first tensor in ``value``; no synchronisation with the device."""
         tensor = _first_tensor(value)
         if tensor is not None and tensor.is_floating_point() and tensor.numel():
-            bounds = torch.stack(torch.aminmax(tensor.detach()))
+            bounds = torch.stack([bound.float() for bound in torch.aminmax(tensor.detach())])
             self.records.append(Record(name, is_input, bounds, tensor.numel()))
 
 

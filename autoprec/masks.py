@@ -44,7 +44,8 @@ def restrict_for_lbfgs(knobs: Knobs) -> None:
             "fp16 and the LBFGS optimizer exclude each other: fp16 needs a loss scale, which cannot act inside LBFGS's"
             " line search. Choose bf16 or fp32, or another optimizer."
         )
-    knobs.masked["loss_scale"] = "LBFGS evaluates its closure several times a step and excludes a loss scale"
+    reason = "LBFGS evaluates its closure several times a step and excludes a loss scale"
+    knobs.masked["loss_scale"] = knobs.restrictions["fp16"] = reason
     for unit in knobs.units.values():
         unit.legal = tuple(name for name in unit.legal if name != "fp16")
 

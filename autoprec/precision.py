@@ -19,7 +19,6 @@ from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -32,6 +31,7 @@ from autoprec.masks import clip_of, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
 from autoprec.retry import StepRetry
 from autoprec.steering import Steering
+from autoprec.trial import Trial
 from autoprec.units import find_units
 
 
@@ -237,6 +237,12 @@ class AutoPrecision(Precision):
         finally:
             runtime.is_active, runtime.is_recording = was
 
+    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        """Notes which gradients are scaled; under manual optimization others may not be."""
+        if self._active is not None:
+            self._active.note_scaled(module)
+        return super().post_backward(tensor, module)
+
     # ---- step ----
 
     def optimizer_step(  # type: ignore[override]
@@ -262,7 +268,11 @@ class AutoPrecision(Precision):
             return skip.result
         undo.learn(self._closure_calls)
         steering.schedules.note(optimizer, is_skipped=False)
-        steering.on_applied(self._gradients.pop(id(optimizer), None))
+        gradients = self._gradients.pop(id(optimizer), None)
+        if gradients is None or not gradients.parameters:
+            steering.on_empty()
+        else:
+            steering.on_applied(gradients)
         return result
 
     def _checked_closure(
@@ -288,12 +298,8 @@ class AutoPrecision(Precision):
         known = self._gradients.get(id(optimizer))
         if known is not None:
             return known
-        scale = steering.knobs.loss_scale
-        inv_scale = scale.inv_scale
-        if scale.enabled and steering.backwards == 0 and not steering.is_automatic:
-            _warn_bare_backward()
-            inv_scale = 1.0
-        gradients = Gradients(list(self.main_params(optimizer)), inv_scale)
+        parameters = list(self.main_params(optimizer))
+        gradients = Gradients(parameters, steering.knobs.loss_scale.inv_scale, steering.take_bare(parameters))
         self._gradients[id(optimizer)] = gradients
         return gradients
 
@@ -368,9 +374,9 @@ def _formats_context(steering: Steering, is_training: bool) -> Generator[None, N
     if not knobs.is_steering:
         yield
         return
-    trial = steering.trial if is_training else None
+    trial = steering.trial if is_training else Trial()  # evaluation is rare, so all of it may be a trial
     runtime.is_active, runtime.is_recording = True, is_training
-    runtime.on_output = None if trial is None else trial.note_output
+    runtime.on_output = trial.note_output if is_training and trial is not None else None
     # the fused inference path of TransformerEncoderLayer reads weights past the layers
     fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -385,14 +391,6 @@ def _formats_context(steering: Steering, is_training: bool) -> Generator[None, N
         torch.backends.mha.set_fastpath_enabled(fast_path)
         runtime.is_active = runtime.is_recording = False
         runtime.on_output = None
-
-
-def _warn_bare_backward() -> None:
-    rank_zero_warn(
-        "A step under a loss scale was taken without `self.manual_backward(loss)`: the loss was never scaled, so its"
-        " gradients are used as they are. Call `self.manual_backward(loss)` instead of `loss.backward()`, or leave"
-        " 'loss_scale' out of `knobs`."
-    )
 
 
 def _check_knobs(knobs: Sequence[str]) -> tuple[str, ...]:

@@ -134,9 +134,9 @@ def _emulated_fp16_runner(cls: type, device_type: str) -> Runner:
     base_forward = cls.forward  # type: ignore[attr-defined]
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        set_ambient(device_type, torch.float32)
         args, kwargs = _to_fp16_and_back((args, kwargs))
-        output = base_forward(_RoundedWeights(module, _to_fp16_and_back), *args, **kwargs)
+        with torch.autocast(device_type, enabled=False):
+            output = base_forward(_RoundedWeights(module, _to_fp16_and_back), *args, **kwargs)
         set_ambient(device_type, torch.float16)
         return _cast(output, torch.float16)
 

@@ -17,7 +17,7 @@ from torch import nn
 from autoprec.action import Action
 from autoprec.buffers import BufferShadow
 from autoprec.config import AutoPrecisionConfig
-from autoprec.gradients import Gradients
+from autoprec.gradients import BARE_BACKWARD, Gradients, ScaleMarks
 from autoprec.guard import NonFiniteTrainingError, Verdict
 from autoprec.history import History
 from autoprec.knobs import Base, Knobs
@@ -89,9 +89,12 @@ class Steering:
         self._shadow: BufferShadow | None = BufferShadow(root)
         self._locator: Locator | None = None
         self._pending: list[Action] = []
+        self._marks = ScaleMarks()
+        self._has_warned = False
         self._effects_at_entry = (0, 0)
         self._is_window_open = False
         self._has_stepped = False
+        self._has_counted = False
         self._found_inf = False
         if self.knobs.is_steering:  # the Trainer's own fp16 is probed like any other map
             self._start_trial()
@@ -137,9 +140,9 @@ class Steering:
             return
         is_located = self._found_inf and first_overflow(self.runtime.records) is not None
         # an overflow in the forward is answered by its unit; a smaller scale would only cost small gradients
-        if not is_located:
+        if self._has_counted and not is_located:
             self.knobs.loss_scale.update(self._found_inf)
-        if self.is_sampling and not self._found_inf:
+        if self.is_sampling and self._has_counted and not self._found_inf:
             self.telemetry.note_outputs(self.runtime.records)
             self.is_sampling = False
             self.samples += 1
@@ -147,7 +150,7 @@ class Steering:
         self._pin_untouched()
         self.runtime.records.clear()
         self.window += 1
-        self._has_stepped = self._found_inf = self._is_window_open = False
+        self._has_stepped = self._has_counted = self._found_inf = self._is_window_open = False
         self.knobs.update_clip(self.telemetry.median_norm, len(self.telemetry.norms), self.window)
 
     @property
@@ -234,24 +237,44 @@ class Steering:
             formats[name] = (current, legal[index + 1] if index + 1 < len(legal) else None)
         self.telemetry.sample_gradients(gradients.parameters, formats, self.knobs.loss_scale.scale)
 
-    def on_applied(self, gradients: Gradients | None) -> None:
+    def on_applied(self, gradients: Gradients) -> None:
         """Counts an applied step.
 
         Args:
-            gradients: What the step used, ``None`` if the closure was never called.
+            gradients: What the step used.
         """
-        self._has_stepped = True
+        self._has_stepped = self._has_counted = True
         self.applied_steps += 1
         self.knobs.guard.on_applied()
         self._stop_search()
-        if gradients is not None and gradients.parameters:
-            scale = self.knobs.loss_scale.scale
-            self.telemetry.note_applied(
-                gradients.parameters, gradients.norms, gradients.total, gradients.is_clipped, scale
-            )
+        scale = self.knobs.loss_scale.scale
+        self.telemetry.note_applied(gradients.parameters, gradients.norms, gradients.total, gradients.is_clipped, scale)
         # with several optimizers, the next one's window starts here
         if self._shadow is not None and not self.is_automatic:
             self._shadow.refresh()
+
+    def on_empty(self) -> None:
+        """Closes a window whose step had no gradient at all: neither applied nor skipped, nothing learnt from it."""
+        self._has_stepped = True
+
+    def note_scaled(self, root: nn.Module) -> None:
+        """Called after each backward of Lightning's: under manual optimization there may be others."""
+        if not self.is_automatic and self.knobs.loss_scale.enabled:
+            self._marks.note(root)
+
+    def take_bare(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Returns the parameters whose gradients come from a backward that scaled no loss; warns once.
+
+        Args:
+            parameters: The parameters of one optimizer about to step.
+        """
+        if self.is_automatic or not self.knobs.loss_scale.enabled:
+            return []
+        bare, is_doubtful = self._marks.take(parameters)
+        if is_doubtful and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(BARE_BACKWARD)
+        return bare
 
     def on_skipped(self, gradients: Gradients | None) -> None:
         """Counts a skipped step, puts buffers back and lets the guard react.
@@ -262,7 +285,7 @@ class Steering:
         Raises:
             NonFiniteTrainingError: If everything runs in fp32 and steps keep being skipped.
         """
-        self._has_stepped = self._found_inf = True
+        self._has_stepped = self._has_counted = self._found_inf = True
         self.skipped_steps += 1
         self.telemetry.note_skipped()
         lost = self._shadow.restore() if self._shadow is not None else []
@@ -349,7 +372,7 @@ class Steering:
         self.trial = None
         if self.knobs.is_steering:
             self._start_trial()
-        self._is_window_open = self._has_stepped = self._found_inf = False
+        self._is_window_open = self._has_stepped = self._has_counted = self._found_inf = False
 
 
 def _attach(units: Sequence[Unit], runtime: Runtime) -> None:

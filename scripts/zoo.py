@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -172,7 +173,9 @@ def failure_table(records: Iterable[Record]) -> Table:
     for record in records:
         shown = [text if len(text) <= 400 else f"{text[:400]} ..." for text in record["failures"][:6]]
         more = len(record["failures"]) - len(shown)
-        table.add_row(record["model"], record["map"], "\n".join([*shown, *([f"and {more} more"] if more > 0 else [])]))
+        table.add_row(
+            record["model"], record["map"], escape("\n".join([*shown, *([f"and {more} more"] if more > 0 else [])]))
+        )
     return table
 
 
@@ -184,7 +187,7 @@ def raise_table(records: Iterable[Record]) -> Table:
             reasons.setdefault(reason, []).append(f"{record['model']}/{record['map']} {unit}")
     table = Table("units", "reason", "first", title="raised by the guard", title_justify="left")
     for reason, units in sorted(reasons.items(), key=lambda item: -len(item[1])):
-        table.add_row(str(len(units)), reason, units[0])
+        table.add_row(str(len(units)), escape(reason), escape(units[0]))
     return table
 
 

@@ -184,7 +184,7 @@ def test_a13_optimizer_whose_parameters_got_no_gradient() -> None:
     ap, task = scripted(), Idle()
     before = weights_of(task)
     cpu(plugins=fp16cpu(1024), callbacks=[ap]).fit(task)
-    assert ap.skipped_steps == 0
+    assert (ap.applied_steps, ap.skipped_steps) == (6, 0)  # two of the eight had nothing to apply
     assert ap.loss_scale == 1024.0
     assert not any(map(torch.equal, weights_of(task), before))
     assert_finite(task)
@@ -338,9 +338,10 @@ def critic() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 16), nn.Softplus(), nn.Linear(16, 1))
 
 
-def penalised_losses(action: Action | None, steps: int = 60, **kwargs: Any) -> tuple[AutoPrecisionCallback, list[float], Any]:
+def penalised_losses(action: Action | None, steps: int = 120, **kwargs: Any) -> tuple[AutoPrecisionCallback, list[float], Any]:
     torch.manual_seed(0)
-    task = Task(critic(), torch.rand(8 * steps, 4), loss=penalised, optimizer=lambda p: SGD(p, lr=0.05))
+    data = torch.rand(8, 4).repeat(steps, 1)  # one batch over and over
+    task = Task(critic(), data, loss=penalised, optimizer=lambda p: SGD(p, lr=0.1))
     ap = scripted({0: action} if action else {})
     watch = Watch(ap)
     cpu(callbacks=[ap, watch], **kwargs).fit(task)
@@ -352,10 +353,10 @@ def test_a15_gradient_penalty_overflows_and_recovers() -> None:
     _, expected, _ = penalised_losses(None)
     assert ap.skipped_steps >= 1  # at this scale the second order overflows
     assert ap.loss_scale < 65536.0 or "fp32" in ap.precision_map().values()
-    assert ap.applied_steps >= 50
+    assert ap.applied_steps >= 110
     assert_finite(task)
-    mean, mean_expected = sum(losses[-8:]) / 8, sum(expected[-8:]) / 8
-    assert mean == pytest.approx(mean_expected, rel=0.05)
+    assert losses[-1] == pytest.approx(expected[-1], rel=0.05)
+    assert losses[-1] < losses[0] / 5
 
 
 def test_a15_every_skipped_step_is_answered() -> None:
@@ -662,48 +663,51 @@ def test_a17_training_goes_on_after_a_prediction() -> None:
 
 # ---- A-19: averaged weights ----
 
-STEPS = 2000
+DECAY = 0.999
 
 
 class OwnAverage(Callback):
     """An exponential moving average as users write it, of whatever dtype the weights have."""
 
-    def __init__(self, decay: float = 0.999) -> None:
-        self.decay = decay
+    def __init__(self) -> None:
         self.average: list[Tensor] = []
-        self.reference: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         weights = [p.detach() for p in pl_module.parameters()]
         if not self.average:
             self.average = [w.clone() for w in weights]
-            self.reference = [w.double() for w in weights]
-        for average, reference, weight in zip(self.average, self.reference, weights, strict=True):
-            average.lerp_(weight, 1 - self.decay)
-            reference.lerp_(weight.double(), 1 - self.decay)
+        for average, weight in zip(self.average, weights, strict=True):
+            average.lerp_(weight, 1 - DECAY)
 
 
 class Exact(Lin):
     """A gradient of one in every format, so that low precision must not show in the weights at all."""
 
     def __init__(self, steps: int) -> None:
-        super().__init__(steps, 1, loss=lambda net, x, i: net(x).float().mean(), optimizer=lambda p: SGD(p, lr=2.0**-10))
+        super().__init__(steps, 1, loss=mean_of, optimizer=lambda p: SGD(p, lr=2.0**-10))
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_a19_average_moves_as_in_fp32(name: str) -> None:
-    results = []
-    for callbacks in ([], [scripted({0: Action(precision={"*": name})}, knobs=("precision", "loss_scale"), verbose=False)]):
-        torch.manual_seed(0)
-        average, task = OwnAverage(), Exact(STEPS)
-        before = weights_of(task)
-        cpu(callbacks=[*callbacks, average]).fit(task)
-        results.append(average)
-        assert all(a.dtype is torch.float32 for a in average.average)
-        assert all(float((b - a).abs().min()) > 0.5 for a, b in zip(average.average, before, strict=True))
-    for ours, theirs, exact in zip(results[1].average, results[0].average, results[1].reference, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
+def average_in_fp32(weights: list[Tensor], steps: int) -> list[Tensor]:
+    """The same run without a Trainer: every weight goes down by the learning rate in every step."""
+    average = []
+    for step in range(steps):
+        weights = [w - 2.0**-10 for w in weights]
+        average = [w.clone() for w in weights] if step == 0 else average
+        average = [a.lerp(w, 1 - DECAY) for a, w in zip(average, weights, strict=True)]
+    return average
+
+
+@pytest.mark.parametrize(("name", "steps"), [("bf16", 2000), ("fp16", 200)])
+def test_a19_average_moves_as_in_fp32(name: str, steps: int) -> None:
+    average, task = OwnAverage(), Exact(steps)
+    before = weights_of(task)
+    ap = scripted({0: Action(precision={"*": name})}, knobs=("precision", "loss_scale"), verbose=False)
+    cpu(callbacks=[ap, average]).fit(task)
+    assert ap.applied_steps == steps
+    for ours, expected, start in zip(average.average, average_in_fp32(before, steps), before, strict=True):
+        assert ours.dtype is torch.float32
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+        assert float((start - ours).min()) > 0.01  # it did move
 
 
 def test_a19_averages_of_lightning() -> None:

@@ -141,7 +141,7 @@ def result(arm: str, seed: int, rounds: list[list[float]], loss: float = 1.0, ta
     for turn in rounds:
         run.add_turn(Turn(turn, [loss] * len(turn)))
         run.add_point(loss)
-    run.end(Done(peak_bytes=2**28, applied_steps=run.steps))
+    run.done = Done(peak_bytes=2**28, applied_steps=run.steps)
     return run
 
 
@@ -209,7 +209,7 @@ def test_a_static_arm_that_diverged_is_not_the_best() -> None:
 def test_shares_of_formats_are_of_parameters() -> None:
     run = result(AUTOPREC, 0, [[1.0]])
     run.add_turn(Turn([1.0], [1.0], [(0, {"a": "fp32", "b": "fp32"}), (1, {"a": "fp32", "b": "bf16"})]))
-    run.end(Done(None, unit_parameters={"a": 100, "b": 900}))
+    run.done = Done(None, unit_parameters={"a": 100, "b": 900})
     assert run.format_shares() == pytest.approx({"bf16": 0.9, "fp32": 0.1})
 
 
@@ -222,7 +222,7 @@ def three_arms(task: str, slower: float) -> list[RunResult]:
     for seed in range(2):
         run = result(AUTOPREC, seed, [[step * slower for step in turn] for turn in rounds], 0.5, task)
         run.format_changes = [(0, {"net.0": "fp32", "net.1": "fp32"}), (6, {"net.0": "fp32", "net.1": "bf16"})]
-        run.end(Done(2**28, 14, 1, {"net.0": 10, "net.1": 990}, {"applied": 1}, 1.0, 1.0))
+        run.done = Done(2**28, 14, 1, {"net.0": 10, "net.1": 990}, {"applied": 1}, 1.0, 1.0)
         runs.append(run)
     return runs
 
@@ -255,7 +255,7 @@ def test_words_follow_the_numbers() -> None:
     assert "no difference beyond what another seed makes" in words
     assert "Skipped: 2 optimizer steps" in words
     assert "no difference between autoprec and bf16-mixed" in "\n".join(plain_words(summary_of("cnn", 1.0)))
-    assert "2 threads" in conditions(DemoSettings())
+    assert "threads: 2" in conditions(DemoSettings(), warmup=10)
 
 
 def test_last_line() -> None:
@@ -331,7 +331,7 @@ def test_an_arm_that_sleeps_shows_up_as_slower_and_nothing_else_differs(make_arm
     # same seed, same weights, same order of samples
     assert plain.losses == sleepy.losses
     assert plain.final_loss == sleepy.final_loss
-    assert [step for step, _, _ in plain.points] == [6, 9]
+    assert [step for step, _, _ in plain.points] == [0, 6, 9]
     assert plain.done.applied_steps == 9
     assert plain.done.peak_bytes is None or plain.done.peak_bytes > 2**26
 

@@ -293,6 +293,22 @@ def test_loss_scale_and_batch_size_moves() -> None:
     assert decode([0, 1, 0], [], replace(RUN, batch_size=0)) == Action()
 
 
+@pytest.mark.parametrize(("scale", "lower", "higher"), [(1.0, None, 2.0), (8.0, 4.0, 16.0), (16.0, 8.0, None)])
+def test_loss_scale_moves_between_its_limits(scale: float, lower: float | None, higher: float | None) -> None:
+    run = replace(RUN, loss_scale=scale, loss_scale_limits=(1.0, 16.0))
+    assert decode([-1, 0, 0], [], run) == Action(loss_scale=lower)
+    assert decode([1, 0, 0], [], run) == Action(loss_scale=higher)
+    observation = encode([], run)
+    assert (value(observation, "can_lower"), value(observation, "can_raise")) == (lower is not None, higher is not None)
+
+
+def test_knobs_that_do_not_act_here_do_not_move() -> None:
+    run = replace(RUN, movable=frozenset())
+    assert decode([1, 1, 1], [], run).is_empty
+    observation = encode([], run)
+    assert not (feature(observation, "can_lower") + feature(observation, "can_raise")).any()
+
+
 @pytest.mark.parametrize(
     ("threshold", "lower", "higher"),
     [

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from autoprec import ops
 from autoprec.formats import TF32
-from autoprec.ops import reference
 from autoprec.ops.reference import Tf32Linear, int_matmul, round_fp8, round_int8, tf32_matmul
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -304,7 +303,9 @@ def test_zero_rows_and_zero_tensors_stay_zero(format_name: str) -> None:
     y = low_linear(x, weight, None, format_name)
     assert not y[3].any()
     assert y[0].any()
-    low_linear(torch.zeros_like(x), torch.zeros_like(weight).requires_grad_(), None, format_name).float().sum().backward()
+    low_linear(
+        torch.zeros_like(x), torch.zeros_like(weight).requires_grad_(), None, format_name
+    ).float().sum().backward()
     y.backward(torch.zeros_like(y))
     assert x.grad is not None
     assert not x.grad.any()
@@ -337,7 +338,7 @@ def penalty(run: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]
 
 @pytest.mark.parametrize("format_name", LOW)
 @pytest.mark.parametrize("is_first_low", [True, False])
-def test_a15_double_backward_is_right_or_refused(format_name: str, is_first_low: bool) -> None:
+def test_a15_double_backward_is_right(format_name: str, is_first_low: bool) -> None:
     x, first, _ = leaves()
     second = torch.randn(16, 48, requires_grad=True)
 
@@ -349,11 +350,7 @@ def test_a15_double_backward_is_right_or_refused(format_name: str, is_first_low:
         return x
 
     expected = penalty(lambda x: torch.tanh(torch.tanh(x @ first.t() / 8) @ second.t() / 8), x, [first, second])
-    try:
-        found = penalty(lambda x: run(format_name, x), x, [first, second])
-    except RuntimeError as error:
-        assert "twice" in str(error)  # torch's own words for a function that cannot be differentiated again
-        return
+    found = penalty(lambda x: run(format_name, x), x, [first, second])
     for mine, theirs in zip(found, expected, strict=True):
         assert mine is not None
         assert theirs is not None
@@ -430,7 +427,9 @@ def sparse(rows: list[int], values: list[list[float]]) -> Tensor:
 
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5),
-    dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]), min_size=5, max_size=5),
+    dtypes=st.lists(
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]), min_size=5, max_size=5
+    ),
     exponent=st.integers(-3, 3),
 )
 def test_global_norm_equals_fp64(shapes: list[list[int]], dtypes: list[torch.dtype], exponent: int) -> None:
@@ -484,11 +483,15 @@ def test_c05_global_norm_merges_the_duplicates_of_a_sparse_gradient() -> None:
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5)])
 def test_scale_multiplies_dense_and_sparse_gradients_in_place(factor: float | Tensor) -> None:
-    dense, wide, merged = torch.ones(3).half(), torch.ones(2, 4)[:, ::2], sparse([1, 2], [[2.0, 4.0], [6.0, 8.0]]).coalesce()
+    dense, wide, merged = (
+        torch.ones(3).half(),
+        torch.ones(2, 4)[:, ::2],
+        sparse([1, 2], [[2.0, 4.0], [6.0, 8.0]]).coalesce(),
+    )
     unmerged = sparse([0, 0], [[2.0, 0.0], [4.0, 0.0]])
-    reference.scale_([dense, merged, wide, unmerged], factor)
+    ops.scale_([dense, merged, wide, unmerged], factor)
     assert dense.tolist() == [0.5] * 3
     assert wide.tolist() == [[0.5, 0.5], [0.5, 0.5]]
     assert merged.to_dense()[1:3].tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert unmerged.to_dense()[0].tolist() == [3.0, 0.0]
-    reference.scale_([], factor)
+    ops.scale_([], factor)

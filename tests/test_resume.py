@@ -9,15 +9,15 @@ Time budget: 60 s.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 
 from autoprec import (
@@ -30,7 +30,18 @@ from autoprec import (
     LossScaleConfig,
     ScriptedController,
 )
-from tests.small_fits import Outcome, Plain, StatefulLoader, assert_identical, fp16_plugin, loader, outcome, quiet, seed
+from tests.small_fits import (
+    Full,
+    Outcome,
+    Plain,
+    StatefulLoader,
+    assert_identical,
+    fp16_plugin,
+    loader,
+    outcome,
+    quiet,
+    seed,
+)
 
 pytestmark = [
     # a resumed run has no ModelCheckpoint
@@ -51,7 +62,7 @@ RESTLESS = AutoPrecisionConfig(
 )
 
 
-class Net(Plain):
+class Net(Full):
     """Three units, running statistics, AdamW and a schedule per step."""
 
     def __init__(self, dropout: float = 0.0) -> None:
@@ -91,6 +102,7 @@ class Setup:
     plugin: Callable[[], Any] | None = None
     is_random_state_carried: bool = True
     others: Sequence[Callable[[], Callback]] = ()
+    checkpoint: Mapping[str, Any] | None = None
 
     def fit(self, steps: int, folder: Path, resume: Path | None = None, save_at: int = 0) -> Result:
         seed(5)
@@ -98,14 +110,15 @@ class Setup:
         callbacks: list[Callback] = [CarriesRandomState()] if self.is_random_state_carried else []
         callbacks += [callback] if callback is not None else []
         callbacks += [make() for make in self.others]
-        options: dict[str, Any] = dict(self.options or {})
+        options: dict[str, Any] = {"num_sanity_val_steps": 0, **(self.options or {})}
         if save_at:
-            callbacks.append(ModelCheckpoint(folder, every_n_train_steps=save_at, save_top_k=-1, filename="{step}"))
+            when = self.checkpoint or {"every_n_train_steps": save_at}
+            callbacks.append(ModelCheckpoint(folder, save_top_k=-1, filename="{step}", **when))
             options["enable_checkpointing"] = True
         if self.plugin is not None:
             options["plugins"] = [self.plugin()]
         trainer = quiet(max_steps=steps, max_epochs=-1, callbacks=callbacks, **options)
-        trainer.fit(module, self.data(), ckpt_path=resume, weights_only=True if resume else None)
+        trainer.fit(module, self.data(), loader(16), ckpt_path=resume, weights_only=True if resume else None)
         return Result(outcome(trainer, module), callback, trainer)
 
 
@@ -116,18 +129,24 @@ class Result:
     trainer: Trainer
 
 
-def assert_resumes(setup: Setup, folder: Path, stop: int = STOP, total: int = TOTAL) -> tuple[Result, Result]:
+def assert_resumes(setup: Setup, folder: Path, stop: int = STOP) -> Result:
     """Runs through, runs to ``stop``, resumes from the file in new objects, and compares."""
-    through = setup.fit(total, folder)
+    through = setup.fit(TOTAL, folder)
     setup.fit(stop, folder, save_at=stop)
-    resumed = setup.fit(total, folder, resume=folder / f"step={stop}.ckpt")
-    through.outcome.losses = through.outcome.losses[-len(resumed.outcome.losses) :]
-    if not setup.is_random_state_carried:
-        through.outcome.random_states = resumed.outcome.random_states = None
-    assert_identical(through.outcome, resumed.outcome)
-    if through.callback is not None and resumed.callback is not None:
+    resumed = setup.fit(TOTAL, folder, resume=folder / f"step={stop}.ckpt")
+    assert_same_end(through, resumed, setup.is_random_state_carried)
+    return through
+
+
+def assert_same_end(through: Result, resumed: Result, compares_random_state: bool = True) -> None:
+    left, right = replace(through.outcome), replace(resumed.outcome)
+    left.losses = left.losses[-len(right.losses) :]
+    if not compares_random_state:
+        left.random_states = right.random_states = None
+    assert_identical(left, right)
+    if through.callback is not None:
+        assert resumed.callback is not None
         assert_same_state(through.callback, resumed.callback)
-    return through, resumed
 
 
 def assert_same_state(left: AutoPrecisionCallback, right: AutoPrecisionCallback) -> None:
@@ -168,15 +187,37 @@ def spiked() -> StatefulLoader:
     return StatefulLoader(spikes=[20, 35, 55])
 
 
-@pytest.mark.parametrize("stop", [1, 11, 12, 13, 21, 35, 36, STOP, 40, 56])
-def test_rule_with_fp16_units(stop: int, tmp_path: Path) -> None:
-    through, _ = assert_resumes(Setup(rule, data=spiked), tmp_path, stop)
-    callback = through.callback
-    assert callback is not None
-    moves = [d for d in callback.history if d.knob == "precision" and d.outcome == "applied"]
+def test_rule_with_fp16_units(tmp_path: Path) -> None:
+    through = assert_resumes(Setup(rule, data=spiked), tmp_path)
+    assert through.callback is not None
+    moves = [d for d in through.callback.history if d.knob == "precision" and d.outcome == "applied"]
     assert {d.applied for d in moves if d.step <= STOP} == {"fp16", "fp32"}, "too little happens before the stop"
     assert {d.applied for d in moves if d.step > STOP} == {"fp16", "fp32"}, "too little happens after the stop"
-    assert callback.skipped_steps > 0
+    assert through.callback.skipped_steps > 0
+
+
+class Recorded(NamedTuple):
+    """A run through and its checkpoints after every step."""
+
+    setup: Setup
+    result: Result
+    folder: Path
+
+
+def record(setup: Setup, folder: Path) -> Recorded:
+    return Recorded(setup, setup.fit(TOTAL, folder, save_at=1), folder)
+
+
+@pytest.fixture(scope="module")
+def recorded_rule(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return record(Setup(rule, data=spiked), tmp_path_factory.mktemp("rule"))
+
+
+@pytest.mark.parametrize("step", [1, 10, 11, 12, 13, 20, 21, 22, 34, 35, 36, 40, 56, 79])
+def test_rule_from_any_step(step: int, recorded_rule: Recorded, tmp_path: Path) -> None:
+    """Before, at and after changes, skipped steps, samplings and epochs."""
+    setup, through, folder = recorded_rule
+    assert_same_end(through, setup.fit(TOTAL, tmp_path, resume=folder / f"step={step}.ckpt"))
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -185,7 +226,7 @@ def test_rule_with_validation_and_accumulation(accumulate: int, tmp_path: Path) 
     options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "precision": "bf16-mixed"}
     config = AutoPrecisionConfig(formats=("fp32", "bf16", "fp16"), stable_cv=10.0)
     setup = Setup(lambda: AutoPrecisionCallback(interval=4, config=config, verbose=False), options=options)
-    through, _ = assert_resumes(setup, tmp_path)
+    through = assert_resumes(setup, tmp_path)
     assert through.callback is not None
     assert "fp16" in through.callback.precision_map().values()
 
@@ -205,9 +246,19 @@ def scripted() -> AutoPrecisionCallback:
     return AutoPrecisionCallback(ScriptedController(steps, epochs={4: Action(clip=9.0)}), verbose=False)
 
 
-@pytest.mark.parametrize("stop", [12, 13, 36, STOP, 38, 40, 60])
-def test_script(stop: int, tmp_path: Path) -> None:
-    assert_resumes(Setup(scripted), tmp_path, stop)
+def test_script(tmp_path: Path) -> None:
+    assert_resumes(Setup(scripted), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def recorded_script(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return record(Setup(scripted), tmp_path_factory.mktemp("script"))
+
+
+@pytest.mark.parametrize("step", [12, 13, 36, 38, 40, 60])
+def test_script_from_any_step(step: int, recorded_script: Recorded, tmp_path: Path) -> None:
+    setup, through, folder = recorded_script
+    assert_same_end(through, setup.fit(TOTAL, tmp_path, resume=folder / f"step={step}.ckpt"))
 
 
 @pytest.mark.parametrize("make", [rule, scripted])
@@ -228,7 +279,7 @@ class Asks(Callback):
 
 
 def test_request_that_waits_for_the_boundary(tmp_path: Path) -> None:
-    through, _ = assert_resumes(Setup(scripted, others=[lambda: Asks(STOP)]), tmp_path)
+    through = assert_resumes(Setup(scripted, others=[lambda: Asks(STOP)]), tmp_path)
     assert through.callback is not None
     assert any(d.outcome == "deferred" for d in through.callback.history)
 
@@ -250,7 +301,7 @@ def test_saved_map(tmp_path: Path) -> None:
     assert first.callback is not None
     path = tmp_path / "maps" / "last.yaml"
     first.callback.save_map(path)
-    through, _ = assert_resumes(Setup(lambda: AutoPrecisionCallback(path, verbose=False)), tmp_path / "checkpoints")
+    through = assert_resumes(Setup(lambda: AutoPrecisionCallback(path, verbose=False)), tmp_path / "checkpoints")
     assert through.callback is not None
     assert through.callback.precision_map() == first.callback.precision_map()
 
@@ -298,18 +349,182 @@ def test_two_optimizers(tmp_path: Path) -> None:
 # how the file comes about
 
 
-def finish(setup: Setup, folder: Path, write: Callable[[Result, Path], None]) -> None:
-    """Like ``assert_resumes``, for a file that ``write`` makes after the first part ended."""
-    through = setup.fit(60, folder)
-    write(setup.fit(40, folder), folder / "late.ckpt")
-    resumed = setup.fit(60, folder, resume=folder / "late.ckpt")
-    through.outcome.losses = through.outcome.losses[-len(resumed.outcome.losses) :]
-    assert_identical(through.outcome, resumed.outcome)
-    assert through.callback is not None
-    assert resumed.callback is not None
-    assert_same_state(through.callback, resumed.callback)
+@pytest.mark.parametrize("make", [rule, scripted])
+def test_file_written_after_fit(make: Callable[[], AutoPrecisionCallback], tmp_path: Path) -> None:
+    setup = Setup(make, data=spiked)
+    through = setup.fit(TOTAL, tmp_path)
+    setup.fit(40, tmp_path).trainer.save_checkpoint(tmp_path / "late.ckpt")
+    assert_same_end(through, setup.fit(TOTAL, tmp_path, resume=tmp_path / "late.ckpt"))
 
 
 @pytest.mark.parametrize("make", [rule, scripted])
-def test_file_written_after_fit(make: Callable[[], AutoPrecisionCallback], tmp_path: Path) -> None:
-    finish(Setup(make, data=spiked), tmp_path, lambda first, path: first.trainer.save_checkpoint(path))
+@pytest.mark.parametrize(
+    ("when", "stop"),
+    [({"every_n_epochs": 1, "save_on_train_epoch_end": True}, 40), ({"save_on_train_epoch_end": False}, 40)],
+    ids=["train_epoch_end", "validation_end"],
+)
+def test_file_written_at(
+    when: Mapping[str, Any], stop: int, make: Callable[[], AutoPrecisionCallback], tmp_path: Path
+) -> None:
+    assert_resumes(Setup(make, data=spiked, checkpoint=when), tmp_path, stop)
+
+
+def test_file_written_by_a_validation_inside_the_epoch(tmp_path: Path) -> None:
+    when = {"save_on_train_epoch_end": False, "every_n_epochs": 1}
+    setup = Setup(rule, data=spiked, checkpoint=when, options={"val_check_interval": 4})
+    assert_resumes(setup, tmp_path, stop=38)
+
+
+class Stumbles(Callback):
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == STOP:
+            raise InterruptedError("the machine is taken away")
+
+
+@pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=:UserWarning")  # Lightning looks for an earlier such file
+def test_file_written_on_an_exception(tmp_path: Path) -> None:
+    """Everything that is steered comes back; where the data go on is Lightning's matter."""
+    seed(5)
+    first = scripted()
+    trainer = quiet(
+        max_steps=TOTAL, callbacks=[first, Stumbles(), OnExceptionCheckpoint(tmp_path, "broken")], enable_checkpointing=True
+    )
+    with pytest.raises(InterruptedError):
+        trainer.fit(Net(), StatefulLoader(), loader(16))
+    seen: list[dict[str, Any]] = []
+
+    def look(trainer: Trainer, module: pl.LightningModule) -> None:
+        second = next(c for c in trainer.callbacks if isinstance(c, AutoPrecisionCallback))
+        assert_same_state(first, second)
+        seen.append(dict(second.precision_map()))
+
+    setup = Setup(scripted, others=[lambda: LambdaCallback(on_train_start=look)], is_random_state_carried=False)
+    setup.fit(STOP + 2, tmp_path, resume=tmp_path / "broken.ckpt")
+    assert seen[0]["net.4"] == "fp16"
+
+
+def test_second_fit_of_the_same_objects(recorded_rule: Recorded, tmp_path: Path) -> None:
+    through = recorded_rule.result
+    seed(5)
+    module, callback = Net(), rule()
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=STOP, save_top_k=-1, filename="{step}")
+    trainer = quiet(
+        max_steps=50, max_epochs=-1, num_sanity_val_steps=0, callbacks=[callback, checkpoint], enable_checkpointing=True
+    )
+    trainer.fit(module, spiked(), loader(16))
+    trainer.fit_loop.epoch_loop.max_steps = TOTAL
+    module.losses.clear()
+    with pytest.warns(UserWarning, match="exists and is not empty"):
+        trainer.fit(module, spiked(), loader(16), ckpt_path=tmp_path / f"step={STOP}.ckpt", weights_only=True)
+    assert_same_end(through, Result(outcome(trainer, module), callback, trainer), compares_random_state=False)
+
+
+# what is in the file
+
+
+@pytest.fixture
+def checkpoint(recorded_rule: Recorded) -> Path:
+    return recorded_rule.folder / f"step={STOP}.ckpt"
+
+
+def leaves(value: Any) -> set[type]:
+    if isinstance(value, Mapping):
+        return {kind for item in [*value, *value.values()] for kind in leaves(item)}
+    if isinstance(value, (list, tuple)):
+        return {kind for item in value for kind in leaves(item)}
+    return {type(value)}
+
+
+def test_our_states_are_primitives(checkpoint: Path) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    assert leaves(content["AutoPrecision"]) <= {str, int, float, bool, type(None)}
+    assert leaves(content["callbacks"]["AutoPrecisionCallback"]) <= {str, int, float, bool, type(None), torch.Tensor}
+
+
+def test_weights_are_those_of_a_plain_run(checkpoint: Path, tmp_path: Path) -> None:
+    Setup(lambda: None).fit(STOP, tmp_path, save_at=STOP)
+    plain = torch.load(tmp_path / f"step={STOP}.ckpt", weights_only=True)
+    ours = torch.load(checkpoint, weights_only=True)
+    shapes = [{key: (value.shape, value.dtype) for key, value in c["state_dict"].items()} for c in (plain, ours)]
+    assert shapes[0] == shapes[1]
+    assert set(ours) - set(plain) == {"AutoPrecision"}
+    names = [{key.split("{")[0] for key in content["callbacks"]} for content in (plain, ours)]
+    assert names[1] - names[0] == {"AutoPrecisionCallback"}
+    Net().load_state_dict(ours["state_dict"], strict=True)
+
+
+def test_goes_on_without_autoprec(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="AutoPrecisionCallback"):
+        result = Setup(lambda: None).fit(STOP + 5, tmp_path, resume=checkpoint)
+    assert result.trainer.global_step == STOP + 5
+
+
+def test_begins_from_a_plain_checkpoint(tmp_path: Path) -> None:
+    Setup(lambda: None).fit(STOP, tmp_path, save_at=STOP)
+    result = Setup(rule).fit(STOP + 8, tmp_path, resume=tmp_path / f"step={STOP}.ckpt")
+    assert result.callback is not None
+    assert result.callback.applied_steps + result.callback.skipped_steps == 8
+
+
+def test_static_scaler_is_taken_over_and_handed_back(tmp_path: Path) -> None:
+    """Static AMP for 20 steps, autoprec for 10, static AMP again: one loss scale all the way."""
+    static = Setup(lambda: None, plugin=lambda: fp16_plugin(2.0**10, growth_interval=7))
+    ours = Setup(
+        lambda: AutoPrecisionCallback("fixed:fp16", verbose=False),
+        plugin=lambda: fp16_plugin(2.0**10, growth_interval=7),
+    )
+    through = static.fit(40, tmp_path / "through", save_at=40)
+    static.fit(20, tmp_path / "static", save_at=20)
+    ours.fit(30, tmp_path / "ours", resume=tmp_path / "static" / "step=20.ckpt", save_at=30)
+    with pytest.warns(UserWarning, match="AutoPrecisionCallback"):
+        back = static.fit(40, tmp_path, resume=tmp_path / "ours" / "step=30.ckpt")
+    scales = [result.trainer.precision_plugin.scaler.state_dict() for result in (through, back)]  # type: ignore[attr-defined]
+    assert scales[0] == scales[1]
+    assert scales[0]["scale"] != 2.0**10, "the scale never moved"
+
+
+def test_other_policy_goes_on_from_the_formats(checkpoint: Path, tmp_path: Path) -> None:
+    setup = Setup(lambda: AutoPrecisionCallback(ScriptedController(), verbose=False))
+    with pytest.warns(UserWarning, match="was written under policy 'rule'"):
+        result = setup.fit(STOP + 3, tmp_path, resume=checkpoint)
+    content = torch.load(checkpoint, weights_only=True)
+    assert result.callback is not None
+    assert result.callback.precision_map() == content["AutoPrecision"]["knobs"]["formats"]
+
+
+def test_other_model_takes_what_fits(checkpoint: Path, tmp_path: Path) -> None:
+    """One layer more than the checkpoint knows: it starts as the Trainer would have it."""
+
+    class Longer(Net):
+        strict_loading = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Linear(2, 2)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+
+    content = torch.load(checkpoint, weights_only=True)
+    content["lr_schedulers"] = []
+    torch.save(content, tmp_path / "cut.ckpt")
+    result = Setup(rule, Longer).fit(STOP + 3, tmp_path, resume=tmp_path / "cut.ckpt")
+    assert result.callback is not None
+    formats = result.callback.precision_map()
+    assert formats["extra"] == "fp32"
+    assert {name: formats[name] for name in content["AutoPrecision"]["knobs"]["formats"]} == content["AutoPrecision"][
+        "knobs"
+    ]["formats"]
+
+
+def test_states_are_never_empty() -> None:
+    """Lightning's tuners restore only what was not empty."""
+    callback = AutoPrecisionCallback(verbose=False)
+    assert callback.state_dict()
+    assert AutoPrecision().state_dict()
+    seen: list[bool] = []
+    watch = LambdaCallback(
+        on_train_start=lambda trainer, module: seen.append(bool(trainer.precision_plugin.state_dict()))
+    )
+    quiet(max_steps=1, callbacks=[callback, watch]).fit(Plain(), loader())
+    assert seen == [True]

@@ -46,10 +46,6 @@ class RunResult:
         """Adds a point of the validation curve: steps and seconds trained so far, and the loss."""
         self.points.append((self.steps, self.seconds, loss))
 
-    def end(self, done: Done) -> None:
-        """Takes over what the run reported at its end."""
-        self.done = done
-
     @property
     def steps(self) -> int:
         """Optimizer steps attempted."""

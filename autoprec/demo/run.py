@@ -76,31 +76,33 @@ def run_demo(settings: DemoSettings, console: Console | None = None, arms: Seque
         runs += results
         summaries.append(summarise(task, results))
     seconds = time.monotonic() - started
-    draw(runs, settings.out / "demo.png", f"autoprec demo, {settings.threads} threads, {about['machine']['processor']}")
+    draw(
+        runs, settings.out / "demo.png", f"autoprec demo, threads: {settings.threads}, {about['machine']['processor']}"
+    )
     settings_used = {**asdict(settings), "out": str(settings.out), "clip": CLIP_NORM, "interval": INTERVAL}
     write_json(settings.out / "demo.json", {**about, "settings": settings_used}, summaries, runs, seconds)
-    _print_results(console, summaries, settings)
+    _print_results(console, summaries, settings, tasks[0].warmup)
     console.print(last_line(summaries, time.monotonic() - started), soft_wrap=True, highlight=False)
     return summaries
 
 
-def _print_results(console: Console, summaries: Sequence[TaskSummary], settings: DemoSettings) -> None:
+def _print_results(console: Console, summaries: Sequence[TaskSummary], settings: DemoSettings, warmup: int) -> None:
     console.print(build_table(summaries))
     for summary in summaries:
         for line in plain_words(summary):
             console.print(line, highlight=False)
-    console.print(conditions(settings), highlight=False)
+    console.print(conditions(settings, warmup), highlight=False)
     if settings.quick:
         console.print("quick: models and runs are far too small to say anything about speed or loss.")
     console.print(f"Written: {settings.out / 'demo.json'}, {settings.out / 'demo.png'}, {settings.out / 'logs'}/")
 
 
-def conditions(settings: DemoSettings) -> str:
-    """Returns under which conditions the arms were compared."""
+def conditions(settings: DemoSettings, warmup: int) -> str:
+    """Returns under which conditions the arms were compared, ``warmup`` steps not counting."""
     return (
-        f"Conditions: CPU, {settings.threads} threads; each run in its own process, a few steps in turn, order reversed"
+        f"Conditions: CPU, threads: {settings.threads}; each run in its own process, a few steps in turn, order reversed"
         " every round; same seeds, initial weights and order of samples in every arm. A step is the whole time from one"
-        f" batch to the next, the first 10 left out. All arms clip the gradient norm, starting at {CLIP_NORM:g}; AdamW"
+        f" batch to the next, the first {warmup} left out. All arms clip the gradient norm, starting at {CLIP_NORM:g}; AdamW"
         " is the default, not the fused one, because Lightning refuses fused AdamW with clipping under bf16-mixed."
         f" {ARMS[-1].name} decides every {INTERVAL} steps instead of every 50, because the runs are short. Held-out"
         " loss is computed in fp32 in every arm. Peak memory is the largest resident set of the run's process,"
@@ -110,13 +112,20 @@ def conditions(settings: DemoSettings) -> str:
 
 @contextmanager
 def _progress(console: Console, task: Task) -> Iterator[Callable[[RunResult], None]]:
+    """A bar in a terminal, a line for each tenth elsewhere."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     total = task.steps * len(task.runs)
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(f"{task.name}: starting {len(task.runs)} runs", total=total)
+    console.print(f"{task.name}: {len(task.runs)} runs of {task.steps} steps on {task.split.description}")
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(f"{task.name}: starting", total=total)
 
         def on_turn(run: RunResult) -> None:
+            before = int(progress.tasks[0].completed)
             progress.advance(bar, len(run.rounds[-1]))
-            progress.update(bar, description=f"{task.name}: {run.arm:<10} seed {run.seed}  loss {run.losses[-1]:.3f}")
+            now = int(progress.tasks[0].completed)
+            latest = f"{task.name}: {run.arm:<10} seed {run.seed}  loss {run.losses[-1]:.3f}"
+            progress.update(bar, description=latest)
+            if not console.is_terminal and now * 10 // total > before * 10 // total:
+                console.print(f"{latest}  {now / total:.0%} of all steps", highlight=False)
 
         yield on_turn

@@ -53,7 +53,6 @@ class TaskSummary:
         parameters: Size of the model.
         steps: Steps that every run took.
         planned_steps: Steps that every run should have taken.
-        data: What the data is.
         seeds: Seeds of the steered arm.
         rows: Lines of the table.
         repeat: Step time of the baseline with another seed against itself: the noise of the clock.
@@ -64,7 +63,6 @@ class TaskSummary:
     parameters: int
     steps: int
     planned_steps: int
-    data: str
     seeds: tuple[int, ...]
     rows: tuple[Row, ...]
     repeat: Spread
@@ -109,7 +107,6 @@ def summarise(task: Task, runs: Sequence[RunResult]) -> TaskSummary:
         parameters=runs[0].parameters,
         steps=runs[0].steps,
         planned_steps=task.steps,
-        data=task.split.description,
         seeds=seeds,
         rows=tuple(rows),
         repeat=repeat_ratio(runs, BASELINE, task.warmup),
@@ -147,7 +144,7 @@ def plain_words(summary: TaskSummary) -> list[str]:
     """Says what came out of a task: what was trained, then a sentence each on time, loss and skipped steps."""
     seeds = "one seed" if len(summary.seeds) == 1 else f"{len(summary.seeds)} seeds"
     sentences = [
-        f"{summary.name}: {summary.parameters / 1e6:.2g} M parameters, {summary.steps} steps, {seeds}; {summary.data}.",
+        f"{summary.name}: {summary.parameters / 1e6:.2g} M parameters, {summary.steps} steps, {seeds}.",
         f"  Time: {_time_words(summary)}",
         f"  Loss: {_loss_words(summary)}",
     ]

@@ -71,7 +71,8 @@ class Task:
         batch_size: Samples in a step.
         turn: Steps that a run takes before the next run has its turn.
         warmup: First steps that do not count for the step time.
-        points: Points of the validation curve.
+        points: Points of the validation curve after its start.
+        final_cost: Duration of the evaluation at the end, in evaluations for a point of the curve.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Task:
     turn: int
     warmup: int = 10
     points: int = 5
+    final_cost: float = 1.0
 
 
 def steered_callbacks() -> list[pl.Callback]:
@@ -110,16 +112,17 @@ def gpt_task(arms: Sequence[Arm] = ARMS, quick: bool = False) -> Task:
     again = tuple((arm, 1) for arm in arms if arm.name == BASELINE)
     runs = tuple((arm, 0) for arm in arms) + again
     context = 32 if quick else 128
-    batches = (1, 2) if quick else (8, 32)
+    curve_batches, final_batches = (1, 2) if quick else (4, 16)
     task = Task(
         name="gpt",
         model=partial(ByteGPT, context=context),
         split=data.load_source(),
-        material=partial(_gpt_material, context=context, batch_size=4, batches=batches),
+        material=partial(_gpt_material, context=context, batch_size=4, batches=(curve_batches, final_batches)),
         runs=runs,
         steps=220,
         batch_size=4,
         turn=5,
+        final_cost=final_batches / curve_batches,
     )
     if not quick:
         return task

@@ -88,29 +88,21 @@ class Worker:
         assert isinstance(reply, kind), f"{self.name}: expected {kind.__name__}, got {reply!r}"
         return reply
 
-    def terminate(self) -> None:
-        """Asks the process to end, whatever it does."""
+    def kill(self) -> None:
+        """Ends the process, whatever it does; SIGTERM would not, because Lightning only takes note of it."""
         self._connection.close()
-        self._process.terminate()
-
-    def join(self) -> None:
-        """Waits for the end of the process, not for long."""
-        self._process.join(5)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+        self._process.kill()
+        self._process.join()
 
 
 @contextmanager
 def open_workers(task: Task, threads: int, logs: Path) -> Iterator[list[Worker]]:
     """Starts one process for each run of the task and ends them all on the way out."""
-    with ExitStack() as joins, ExitStack() as terminations:
+    with ExitStack() as stack:
         workers = []
         for arm, seed in task.runs:
-            worker = Worker(task, arm, seed, threads, logs)
-            joins.callback(worker.join)
-            terminations.callback(worker.terminate)
-            workers.append(worker)
+            workers.append(Worker(task, arm, seed, threads, logs))
+            stack.callback(workers[-1].kill)
         yield workers
 
 
@@ -136,30 +128,33 @@ def run_in_turns(
     with open_workers(task, threads, logs) as workers:
         for worker in workers:
             worker.result.parameters = worker.receive(Ready).parameters
-        steps = 0
-        for index, size in enumerate(_turn_sizes(task)):
-            started = time.monotonic()
-            round_s = _round_seconds(workers)
-            steps += size
-            is_last = steps == task.steps or (index >= MIN_ROUNDS - 1 and started + 2 * round_s > deadline)
-            for worker in workers if index % 2 == 0 else reversed(workers):
-                worker.result.add_turn(worker.ask(Go(size, is_last), Turn))
-                on_turn(worker.result)
-            if is_last or steps * task.points // task.steps > (steps - size) * task.points // task.steps:
-                for worker in workers:
-                    worker.result.add_point(worker.ask(Evaluate(final=False), Evaluated).loss)
-            if is_last:
-                break
+        started = time.monotonic()
+        _add_points(workers)
+        # the last evaluations: one more point, and the loss on all batches
+        reserve_s = (time.monotonic() - started) * (1 + task.final_cost)
+        _take_turns(task, workers, deadline - reserve_s, on_turn)
         for worker in workers:
             worker.result.final_loss = worker.ask(Evaluate(final=True), Evaluated).loss
-            worker.result.end(worker.ask(Finish(), Done))
+            worker.result.done = worker.ask(Finish(), Done)
         return [worker.result for worker in workers]
 
 
-def _turn_sizes(task: Task) -> list[int]:
-    whole, rest = divmod(task.steps, task.turn)
-    return [task.turn] * whole + [rest] * bool(rest)
+def _take_turns(task: Task, workers: list[Worker], deadline: float, on_turn: Callable[[RunResult], None]) -> None:
+    steps, round_s = 0, 0.0
+    for index in range(-(-task.steps // task.turn)):
+        started = time.monotonic()
+        before, steps = steps, min(steps + task.turn, task.steps)
+        is_last = steps == task.steps or (index + 1 >= MIN_ROUNDS and started + 2 * round_s > deadline)
+        for worker in workers if index % 2 == 0 else reversed(workers):
+            worker.result.add_turn(worker.ask(Go(steps - before, is_last), Turn))
+            on_turn(worker.result)
+        round_s = time.monotonic() - started
+        if is_last or steps * task.points // task.steps > before * task.points // task.steps:
+            _add_points(workers)
+        if is_last:
+            return
 
 
-def _round_seconds(workers: list[Worker]) -> float:
-    return sum(sum(worker.result.rounds[-1]) for worker in workers if worker.result.rounds)
+def _add_points(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.result.add_point(worker.ask(Evaluate(final=False), Evaluated).loss)
