@@ -214,8 +214,9 @@ class AutoPrecision(Precision):
         steering = self._active
         if steering is not None:
             steering.backwards += 1
-            is_automatic = module.automatic_optimization
-            steering.telemetry.note_loss(tensor * module.trainer.accumulate_grad_batches if is_automatic else tensor)
+            # Lightning has divided the loss by the number of micro-batches
+            parts = module.trainer.accumulate_grad_batches if steering.is_automatic else 1
+            steering.telemetry.note_loss(tensor if parts == 1 else tensor * parts)
             if steering.knobs.loss_scale.enabled:
                 tensor = tensor * steering.knobs.loss_scale.scale
         return super().pre_backward(tensor, module)

@@ -75,7 +75,9 @@ class Telemetry:
 
     def note_loss(self, loss: Tensor) -> None:
         """Keeps the loss of one batch, not divided by accumulation, not scaled; ``[]``, any device."""
-        self._pending_losses.append(loss.detach().float().mean())
+        loss = loss.detach()
+        is_scalar = loss.ndim == 0 and loss.dtype is torch.float32
+        self._pending_losses.append(loss if is_scalar else loss.float().mean())
         del self._pending_losses[:-WINDOW]
 
     def note_applied(

@@ -332,7 +332,7 @@ def test_clamp_limits_what_low_formats_return(name: str, is_clamped: bool) -> No
     layer, x = nn.Linear(16, 16), torch.randn(16, 16) * 100
     with steered(nn.Sequential(layer), name, clamp=3.0):
         output = layer(x)
-    assert (float(output.abs().max()) <= 3.0) == is_clamped
+    assert bool((output.abs() <= 3.0).all()) == is_clamped
 
 
 @pytest.mark.parametrize("name", ["fp16", "fp8", "int8"])
@@ -342,7 +342,7 @@ def test_formats_that_can_overflow_record_the_range_of_what_they_return(name: st
         output = layer(x)
     (record,) = runtime.records
     assert (record.name, record.is_input, record.numel) == ("0", False, 256)
-    assert record.bounds.tolist() == [float(output.min()), float(output.max())]
+    assert record.bounds.tolist() == [output.min().item(), output.max().item()]
 
 
 def test_other_formats_record_only_on_demand() -> None:

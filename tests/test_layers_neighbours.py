@@ -76,7 +76,7 @@ def test_d08_any_map_on_neighbouring_layers_runs(first: str) -> None:
             y.float().pow(2).mean().backward()
         is_mixed = {"fp16"} < {first, second} & {"fp16", "bf16", "fp8", "int8"}
         assert bool(trial.failures) == is_mixed
-        assert float((y.detach().float() - exact).norm()) < 0.2 * float(exact.norm()), (second, third)
+        assert bool((y.float() - exact).norm() < 0.2 * exact.norm()), (second, third)
         for parameter in net.parameters():
             assert parameter.grad is not None
             assert parameter.grad.dtype == torch.float32
@@ -104,7 +104,7 @@ def test_functional_use_of_a_weight(name: str) -> None:
         raw = hidden @ head.weight
         (logits.float().sum() + raw.float().sum() + head(raw).float().sum()).backward()
     expected = F.linear(F.embedding(indices, embedding.weight), embedding.weight)
-    assert float((logits.float() - expected).norm()) < 0.1 * float(expected.norm())
+    assert bool((logits.float() - expected).norm() < 0.1 * expected.norm())
     assert embedding.weight.grad is not None
     assert torch.isfinite(embedding.weight.grad).all()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,7 +79,9 @@ def grad_norms(grads: Sequence[Tensor]) -> Tensor:
     for (_, dtype), members in groups.items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         for (index, _), norm in zip(members, torch._foreach_norm([v for _, v in members], 2, dtype=wide), strict=True):
-            norms[index] = norm.to(device, torch.float32)
+            norms[index] = (
+                norm if norm.dtype is torch.float32 and norm.device == device else norm.to(device, torch.float32)
+            )
     return torch.stack(norms)
 
 
@@ -95,7 +98,7 @@ def global_norm(grads: Sequence[Tensor], norms: Tensor | None = None) -> Tensor:
     """
     norms = grad_norms(grads) if norms is None else norms
     total = torch.linalg.vector_norm(norms)
-    return _scaled_norm(grads) if grads and torch.isinf(total) else total
+    return _scaled_norm(grads) if grads and math.isinf(float(total)) else total
 
 
 def _scaled_norm(grads: Sequence[Tensor]) -> Tensor:
