@@ -85,6 +85,10 @@ def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float) -> GlobalR
 
 
 def _movable(knobs: Knobs) -> set[str]:
-    """Knobs of the run that act: neither masked nor without an effect, as a loss scale that nothing needs."""
+    """Knobs of the run that a policy may move."""
     movable = {knob for knob in ("loss_scale", "batch_size", "clip") if knob not in knobs.masked}
-    return movable if knobs.loss_scale.enabled else movable - {"loss_scale"}
+    if not knobs.loss_scale.enabled:
+        movable.discard("loss_scale")  # nothing needs it, so it would have no effect
+    if knobs.base.clip is not None:
+        movable.discard("clip")  # the user chose a threshold; scripts and requests may still move it
+    return movable

@@ -53,7 +53,8 @@ class RuleController(Controller):
 
     **Other knobs.** The loss scale is left to its automaton, which acts at every step, and the batch size is left
     alone. The clip threshold follows the median norm by itself. When it acts in more than 90 % of the steps in the
-    window it has stopped to be a limit for the exceptional, and goes up one notch.
+    window it has stopped to be a limit for the exceptional, and goes up one notch. A threshold that the user gave to
+    the Trainer stays as it is.
 
     Args:
         config: Thresholds are taken from here.

@@ -338,7 +338,8 @@ def test_a24_resumed_run_equals_the_uninterrupted_one(policy: str, base: str, ho
 
     fresh = Net()
     fresh.bad = {7}
-    trainer(resumed, watch).fit(fresh, ckpt_path=path)
+    again = [ModelCheckpoint(tmp_path, save_last=True)] if how == "model_checkpoint" else []
+    trainer(resumed, watch, *again).fit(fresh, ckpt_path=path)
     assert watch.losses == expected.losses[2 * BATCHES :]
     assert watch.maps == expected.maps[2 * BATCHES :]
     assert watch.scales == expected.scales[2 * BATCHES :]
@@ -348,6 +349,7 @@ def test_a24_resumed_run_equals_the_uninterrupted_one(policy: str, base: str, ho
     assert len(set(map(str, expected.maps))) > 1  # or there was nothing to restore
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_a24_checkpoint_in_the_middle_of_an_epoch(policy: str, tmp_path: Path) -> None:
     path = tmp_path / "middle.ckpt"
@@ -368,7 +370,7 @@ def test_a24_growth_counter_goes_on_where_it_was(tmp_path: Path) -> None:
     ap = scripted()
     watch = Watch(ap)
     cpu(plugins=plugins(), callbacks=[ap, watch], max_epochs=3).fit(Net(), ckpt_path=path)
-    assert watch.scales.index(128.0) == 3
+    assert watch.scales == [64.0, 64.0, 128.0, 128.0, 128.0, 128.0]
 
 
 def saved(tmp_path: Path, *callbacks: Callback, **kwargs: Any) -> Path:
@@ -410,7 +412,7 @@ def test_a24_autoprec_goes_on_with_the_scale_of_static_amp(tmp_path: Path) -> No
     with pytest.warns(UserWarning, match="autoprec"):
         cpu(plugins=fp16cpu(64), callbacks=[ap, watch], max_epochs=3).fit(Net(), ckpt_path=path)
     assert watch.scales[0] == 512.0
-    assert watch.scales.index(1024.0) == 2  # its growth counter and interval came along
+    assert watch.scales.index(1024.0) == 1  # its growth counter and interval came along
     assert ap.applied_steps == BATCHES
 
 
