@@ -39,7 +39,8 @@ class AutoPrecisionCallback(Callback):
         policy: Who decides. ``"rule"``, ``"fixed:<format>"``, the path of a map written by :meth:`save_map`, or a
             :class:`~autoprec.controller.Controller`.
         knobs: What may be moved, out of ``"precision"``, ``"loss_scale"``, ``"batch_size"`` and ``"clip"``. With none
-            the callback only observes, counts and guards, and training is bit-identical to training without it.
+            the callback only observes, counts and guards, and training is bit-identical to training without it. With
+            ``"clip"`` the threshold follows the running median of the gradient norm unless the Trainer has one.
         interval: Applied optimizer steps between decisions.
         config: Settings, see :class:`~autoprec.config.AutoPrecisionConfig`.
         eval_precision: ``"base"`` validates as the Trainer would without autoprec, ``"current"`` in the units' formats.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,7 +20,7 @@ from autoprec.guard import Guard
 from autoprec.history import Decision, History, Knob, Outcome, Value
 from autoprec.layers import Runtime, set_format
 from autoprec.loss_scale import LossScale
-from autoprec.units import Unit, select
+from autoprec.units import Unit, resolve
 
 KNOBS: tuple[Knob, ...] = ("precision", "loss_scale", "batch_size", "clip")
 _BATCH_REASON = "the batch size is not steered yet; set it on the DataLoader"
@@ -41,6 +41,10 @@ class Base:
     clip: float | None = None
 
 
+# unit (None: no such unit), requested format, outcome and reason (empty: as asked)
+_Judged: TypeAlias = tuple[str | None, str, Outcome, str]
+
+
 class Knobs:
     """Values of all knobs of one fit.
 
@@ -54,6 +58,9 @@ class Knobs:
         history: Where decisions are recorded.
 
     Attributes:
+        map_limit: How many different maps may be requested in a fit, ``None`` for any number. The compiler makes new
+            code for each and gives up after some; the guard's own changes are always carried out.
+        maps: The different maps so far.
         restrictions: Format to the reason why no unit may run in it.
     """
 
@@ -78,8 +85,10 @@ class Knobs:
         self.clip = math.inf if base.clip is None else base.clip
         self.clip_follows_median = base.clip is None and "clip" not in masked
         self.restrictions: dict[str, str] = {}
+        self.map_limit: int | None = None
         self.changed_at = dict.fromkeys(self.units, 0)
         self.formats = {unit.name: self._base_format(unit) for unit in units}
+        self.maps: set[tuple[str, ...]] = {self._map_key({})}
         self._named: set[str] = set()
         self.is_ambient_raised = False
         self._is_steering = False
@@ -140,7 +149,7 @@ class Knobs:
             why: Reason to record for what is applied as asked.
         """
         changes = {}
-        for unit, requested, outcome, reason in self._judged_formats(action, applied_steps):
+        for unit, requested, outcome, reason in self._within_map_limit(self._judged_formats(action, applied_steps)):
             before = self.formats.get(unit or "")
             applied = requested if outcome in ("applied", "limited") else before
             self._record(step, "precision", unit, before, requested, applied, outcome, reason or why)
@@ -150,6 +159,7 @@ class Knobs:
         self._named.update(changes)
         if changes:
             self._make_act()
+            self.maps.add(self._map_key({}))
         self._apply_loss_scale(action, step, why)
         self._apply_clip(action, step, median_norm, why)
         self._refuse_batch_size(action, step)
@@ -208,6 +218,7 @@ class Knobs:
         self._named.update(changes)
         if changes:
             self._make_act()
+            self.maps.add(self._map_key({}))
 
     def raise_all(self, step: int, applied_steps: int, reason: str) -> None:
         """Guard, level 2 for everything: all units and the operations between them."""
@@ -302,7 +313,20 @@ class Knobs:
         """Vectors and containers follow autocast unless they were named; normalisation layers always widen."""
         return unit.has_matrix or unit.kind == "norm" or unit.name in self._named
 
-    def _judged_formats(self, action: Action, applied_steps: int) -> Iterable[tuple[str | None, str, Outcome, str]]:
+    def _map_key(self, changes: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple({**self.formats, **changes}.values())
+
+    def _within_map_limit(self, judged: Iterable[_Judged]) -> list[_Judged]:
+        """Refuses a request that would make one map more than the compiler keeps."""
+        rows = list(judged)
+        changes = {unit: requested for unit, requested, outcome, _ in rows if unit is not None and outcome != "refused"}
+        is_known = self.map_limit is None or self._map_key(changes) in self.maps or len(self.maps) < self.map_limit
+        if is_known:
+            return rows
+        reason = f"torch.compile keeps code for {self.map_limit} maps here, and this would be another one"
+        return [(u, f, "refused", why if outcome == "refused" else reason) for u, f, outcome, why in rows]
+
+    def _judged_formats(self, action: Action, applied_steps: int) -> Iterable[_Judged]:
         """Yields unit, requested format, outcome and reason (empty: as asked) for the precision part of a request."""
         if not action.precision:
             return
@@ -311,7 +335,7 @@ class Knobs:
             for pattern, requested in action.precision.items():
                 yield self._known_name(pattern), requested, "refused", reason
             return
-        asked, exact, missing = self._resolve(action.precision)
+        asked, exact, missing = resolve(list(self.units.values()), action.precision)
         for pattern in missing:
             names = list(self.units)
             yield None, action.precision[pattern], "refused", f"no unit is called {pattern!r}.{nearest(pattern, names)}"
@@ -328,22 +352,6 @@ class Knobs:
                     outcome = "limited"
                     reason = f"{', '.join(unit.names)} share weights; the widest of {sorted(set(exact[name]))} counts"
             yield name, wanted, outcome, reason
-
-    def _resolve(self, precision: Mapping[str, str]) -> tuple[dict[str, str], dict[str, list[str]], list[str]]:
-        """Resolves patterns to units; an exact name beats a pattern, a later pattern an earlier one."""
-        units = list(self.units.values())
-        asked: dict[str, str] = {}
-        exact: dict[str, list[str]] = {}
-        missing: list[str] = []
-        for pattern, requested in precision.items():
-            hits = select(units, pattern)
-            if not hits and pattern != "*":
-                missing.append(pattern)
-            for unit in hits:
-                if pattern in unit.names or pattern == unit.name:
-                    exact.setdefault(unit.name, []).append(requested)
-                asked[unit.name] = exact[unit.name][-1] if unit.name in exact else requested
-        return asked, exact, missing
 
     def _known_name(self, pattern: str) -> str | None:
         return pattern if pattern in self.units else None

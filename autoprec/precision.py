@@ -19,6 +19,7 @@ from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -357,10 +358,16 @@ class AutoPrecision(Precision):
             self.steering.load_state_dict(state_dict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes over the loss scale of a checkpoint that was written under static AMP."""
+        """Takes over the loss scale of a checkpoint that was written under static AMP; says what starts anew."""
+        if type(self).__qualname__ in checkpoint or self._active is None:
+            return
         scaler_state = checkpoint.get("MixedPrecision")
-        if type(self).__qualname__ not in checkpoint and scaler_state and self.steering is not None:
-            self.steering.knobs.loss_scale.load_state_dict(scaler_state)
+        if scaler_state:
+            self._active.knobs.loss_scale.load_state_dict(scaler_state)
+        rank_zero_warn(
+            "The checkpoint has no autoprec state: formats start from the Trainer's precision and windows count from 0."
+            + (" The loss scale goes on from the checkpoint's GradScaler." if scaler_state else "")
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leaves the loss scale where static AMP looks for it, so that it can go on from this checkpoint."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -91,11 +92,16 @@ class Steering:
         self._pending: list[Action] = []
         self._marks = ScaleMarks()
         self._has_warned = False
+        self._has_warned_of_maps = False
         self._effects_at_entry = (0, 0)
         self._is_window_open = False
         self._has_stepped = False
         self._has_counted = False
         self._found_inf = False
+        self._is_compiled = _has_compiled_parts(root)
+        if self._is_compiled:
+            # two are left for other causes of recompilation: batch shapes, gradient mode
+            self.knobs.map_limit = max(int(torch._dynamo.config.recompile_limit) - 2, 1)
         if self.knobs.is_steering:  # the Trainer's own fp16 is probed like any other map
             self._start_trial()
 
@@ -171,6 +177,13 @@ class Steering:
         self.knobs.apply(action, self.window, self.applied_steps, self.telemetry.median_norm, why)
         if self.knobs.precision_map() != before and self.knobs.is_steering:
             self._start_trial()
+        if len(self.knobs.maps) == self.knobs.map_limit and not self._has_warned_of_maps:
+            self._has_warned_of_maps = True
+            rank_zero_warn(
+                f"autoprec has tried {self.knobs.map_limit} maps of a model that uses torch.compile. Requests for"
+                " others are refused from here on: the compiler gives up after"
+                " `torch._dynamo.config.recompile_limit` versions of a function."
+            )
 
     def request(self, action: Action) -> None:
         """Checks a request at once and applies it at the next boundary.
@@ -203,8 +216,7 @@ class Steering:
 
     def _start_trial(self) -> None:
         # compiled graphs raise when they are compiled, and tracing through a mode would compile them anew
-        modules = self._root.modules() if self._root is not None else ()
-        if not any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules):
+        if not self._is_compiled:
             self.trial = Trial()
 
     def _finish_trial(self) -> None:
@@ -373,6 +385,10 @@ class Steering:
         if self.knobs.is_steering:
             self._start_trial()
         self._is_window_open = self._has_stepped = self._has_counted = self._found_inf = False
+
+
+def _has_compiled_parts(root: nn.Module) -> bool:
+    return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in root.modules())
 
 
 def _attach(units: Sequence[Unit], runtime: Runtime) -> None:

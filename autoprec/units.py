@@ -6,7 +6,7 @@ layers of one repeated block. What lives here is discovery; running a unit in a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
@@ -38,7 +38,7 @@ class Unit:
         kind: ``"linear"``, ``"conv"``, ``"embedding"``, ``"rnn"``, ``"attention"``, ``"norm"``, ``"block"`` or
             ``"other"``.
         modules: The modules, in the model's order.
-        names: Their fully qualified names.
+        names: Their fully qualified names, all of them where a module is registered more than once.
         legal: Formats that the unit can run in, widest first. Only ``("fp32",)`` if it is left alone.
         native: The part of ``legal`` that the device computes itself.
         parameter_count: Parameters of the unit, shared ones counted once.
@@ -89,7 +89,8 @@ def find_units(
     if granularity not in ("layer", "block"):
         raise ValueError(f"Passed `granularity={granularity!r}`. `granularity` must be 'layer' or 'block'.")
     device = device or torch.device("cpu")
-    units = [_leaf_unit(name, module, root) for name, module in _owners(root)]
+    aliases = _aliases(root)
+    units = [_leaf_unit(name, module, root, aliases) for name, module in _owners(root)]
     units = _merge_tied(units)
     if granularity == "block":
         units = _merge_blocks(units, root)
@@ -124,6 +125,33 @@ def select(units: Sequence[Unit], pattern: str) -> list[Unit]:
     if exact:
         return exact
     return [unit for unit in units if any(fnmatchcase(name, pattern) for name in unit.names)]
+
+
+def resolve(
+    units: Sequence[Unit], precision: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, list[str]], list[str]]:
+    """Resolves the keys of ``Action.precision``; an exact name beats a pattern, a later pattern an earlier one.
+
+    Args:
+        units: All units.
+        precision: Format name by unit name or pattern.
+
+    Returns:
+        Format by unit name; for each unit that was named exactly, all formats asked for (several if tied layers were
+        asked for different ones); keys that name no unit.
+    """
+    asked: dict[str, str] = {}
+    exact: dict[str, list[str]] = {}
+    missing: list[str] = []
+    for pattern, requested in precision.items():
+        hits = select(units, pattern)
+        if not hits and pattern != "*":
+            missing.append(pattern)
+        for unit in hits:
+            if pattern == unit.name or pattern in unit.names:
+                exact.setdefault(unit.name, []).append(requested)
+            asked[unit.name] = exact[unit.name][-1] if unit.name in exact else requested
+    return asked, exact, missing
 
 
 def _clean(name: str) -> str:
@@ -164,7 +192,15 @@ def _own_parameters(module: nn.Module) -> tuple[nn.Parameter, ...]:
     return tuple(own)
 
 
-def _leaf_unit(name: str, module: nn.Module, root: nn.Module) -> Unit:
+def _aliases(root: nn.Module) -> dict[int, list[str]]:
+    """All names of every module; one that is registered twice answers to both."""
+    names: dict[int, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(_clean(name))
+    return names
+
+
+def _leaf_unit(name: str, module: nn.Module, root: nn.Module, aliases: Mapping[int, Sequence[str]]) -> Unit:
     parameters = _own_parameters(module)
     kind = kind_of(module)
     reason = _reason_to_leave(module, root)
@@ -175,7 +211,7 @@ def _leaf_unit(name: str, module: nn.Module, root: nn.Module) -> Unit:
         name=clean,
         kind=kind,
         modules=(module,),
-        names=(clean,),
+        names=tuple(alias or clean for alias in aliases[id(module)]),
         legal=("fp32",) if reason else _legal_formats(kind, module),
         parameter_count=sum(_numel(parameter) for parameter in parameters),
         has_matrix=kind in matrix_kinds or (kind == "other" and is_leaf and any(p.ndim >= 2 for p in parameters)),
@@ -256,6 +292,8 @@ def _reason_to_leave(module: nn.Module, root: nn.Module) -> str | None:
         return "a scripted module has no Python forward to intercept"
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         return "lazy parameters are not initialised yet; run one forward before `fit`"
+    if type(module).forward is nn.Module.forward:
+        return "it has no forward that can be intercepted; its parameters are used by other modules"
     if "forward" in module.__dict__:
         return "its `forward` is replaced on the instance"
     if any(parameter.is_complex() for parameter in _own_parameters(module)):

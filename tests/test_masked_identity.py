@@ -131,8 +131,8 @@ def run(make: Callable[[], Plain], is_watched: bool, callbacks: Sequence[Any] = 
     trainer = quiet(max_steps=STEPS, max_epochs=-1, callbacks=[*watcher, *callbacks], **options)
     trainer.fit(module, loader(shuffle=True), loader(16))
     if watcher:
-        counted = watcher[0].applied_steps + watcher[0].skipped_steps + watcher[0].plugin.user_skipped_steps
-        assert counted == trainer.global_step == STEPS
+        assert trainer.global_step == STEPS
+        assert 0 < watcher[0].applied_steps + watcher[0].skipped_steps <= STEPS
     return outcome(trainer, module)
 
 

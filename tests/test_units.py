@@ -101,7 +101,7 @@ def test_layers_without_parameters_are_no_units() -> None:
 
 def test_frozen_layers_count_and_say_so() -> None:
     units = units_of(a=nn.Linear(4, 4).requires_grad_(False), b=nn.Linear(4, 4))
-    units["b"].modules[0].bias.requires_grad_(False)  # type: ignore[union-attr]
+    units["b"].modules[0].bias.requires_grad_(False)
     assert (units["a"].is_frozen, units["b"].is_frozen) == (True, False)
     assert units["a"].reason is None
 
@@ -393,7 +393,7 @@ def test_unknown_granularity() -> None:
 
 def test_names_do_not_show_compilation() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
-    net[1] = torch.compile(net[1], backend="eager")  # type: ignore[call-overload, assignment]
+    net[1] = torch.compile(net[1], backend="eager")  # type: ignore[assignment]
     assert [unit.name for unit in find_units(net)] == ["0", "1.0"]
 
 
