@@ -52,9 +52,11 @@ class BufferShadow:
         elif self._windows == 1:
             self._learn()
         self._windows += 1
-        for entry in self._entries.values():
+        for key, entry in list(self._entries.items()):
             buffer = entry.module._buffers.get(entry.name)
-            if buffer is not None and not buffer.is_inference() and not entry.is_unwritten:
+            if buffer is None:
+                del self._entries[key]  # removed in a step that counted
+            elif not buffer.is_inference() and not entry.is_unwritten:
                 _copy(entry, buffer)
 
     def restore(self) -> list[str]:
@@ -66,6 +68,9 @@ class BufferShadow:
         lost: list[str] = []
         for entry in self._entries.values():
             if entry.is_unwritten and self._windows > 1:  # in the first window nothing is known about hidden writes
+                if entry.copy is not None and _differs(entry.buffer, entry.copy):
+                    lost.append(entry.name)
+                    entry.has_hidden_writes = True
                 continue
             if entry.copy is None:
                 lost.append(entry.name)
@@ -89,7 +94,7 @@ class BufferShadow:
         for entry in self._entries.values():
             if not entry.is_unwritten or entry.copy is None:
                 continue
-            if not torch.equal(entry.buffer, entry.copy) and not _has_nan(entry.copy):
+            if _differs(entry.buffer, entry.copy):
                 entry.has_hidden_writes = True
             elif entry.buffer.dtype is torch.bool or entry.buffer.nbytes > _KEPT_BYTES:
                 entry.copy = None
@@ -103,5 +108,5 @@ def _copy(entry: _Entry, buffer: Tensor) -> None:
     entry.buffer, entry.version = buffer, buffer._version
 
 
-def _has_nan(tensor: Tensor) -> bool:
-    return bool(torch.isnan(tensor).any())
+def _differs(buffer: Tensor, copy: Tensor) -> bool:
+    return not torch.equal(buffer, copy) and not bool(torch.isnan(copy).any())

@@ -232,7 +232,9 @@ class AutoPrecisionCallback(Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Applies what the controller wants from this epoch on."""
-        epoch = trainer.current_epoch
+        self._ask_for_epoch(trainer.current_epoch)
+
+    def _ask_for_epoch(self, epoch: int) -> None:
         if epoch < self._next_epoch:
             return
         self._next_epoch = epoch + 1
@@ -247,6 +249,7 @@ class AutoPrecisionCallback(Callback):
         if not steering.is_at_boundary:
             return
         steering.apply_pending()
+        self._ask_for_epoch(trainer.current_epoch)  # Lightning leaves out the epoch's hook after some resumes
         if steering.window >= self._next_script:
             self._next_script = steering.window + 1
             if self._is_scripted:

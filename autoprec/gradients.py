@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,7 +38,7 @@ class Gradients:
             scaled = [p.grad for p in self.parameters if p.grad is not None and id(p) not in skipped]
             with torch.no_grad():
                 scale_(scaled, inv_scale)
-        self._measure()
+        self.measure()
 
     @property
     def is_finite(self) -> bool:
@@ -47,8 +48,7 @@ class Gradients:
     def recheck(self) -> None:
         """Measures again if a gradient was written or replaced since the last measurement."""
         if self._marks() != self._measured:
-            self.parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
-            self._measure()
+            self.measure()
 
     def clip_norm_(self, threshold: float) -> None:
         """Scales all gradients so that their global norm does not exceed ``threshold`` (torch's formula and bits)."""
@@ -76,7 +76,9 @@ class Gradients:
     def _grads(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
+        """Measures the gradients as they are now; for when somebody may have written them without a trace."""
+        self.parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
         grads = self._grads()
         self.norms = grad_norms(grads)
         self._total = global_norm(grads, self.norms)
@@ -98,13 +100,23 @@ class ScaleMarks:
     """Knows which gradients hold a scaled loss, where the user may also call ``loss.backward()``."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, tuple[int, int]] = {}
+        self._before: dict[int, tuple[Tensor, int]] = {}
+        self._marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
-    def note(self, root: nn.Module) -> None:
-        """Marks every gradient of a model after a backward of a scaled loss."""
+    def begin(self, root: nn.Module) -> None:
+        """Looks at every gradient of a model before a backward of a scaled loss."""
+        self._before = {id(p): (p.grad, p.grad._version) for p in root.parameters() if p.grad is not None}
+
+    def end(self, root: nn.Module) -> None:
+        """Marks the gradients that the backward has written."""
         for parameter in root.parameters():
-            if parameter.grad is not None:
-                self._marks[id(parameter)] = (id(parameter.grad), parameter.grad._version)
+            grad = parameter.grad
+            if grad is None:
+                continue
+            old, version = self._before.get(id(parameter), (None, 0))
+            if old is not grad or version != grad._version:
+                self._marks[id(parameter)] = (weakref.ref(grad), grad._version)
+        self._before = {}
 
     def take(self, parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], bool]:
         """Forgets the marks of some parameters.
@@ -112,10 +124,17 @@ class ScaleMarks:
         Returns:
             Those whose gradient was never scaled, and whether that, or a later write to another one, needs a warning.
         """
-        known = [(p, self._marks.pop(id(p), None)) for p in parameters]
-        bare = [p for p, mark in known if p.grad is not None and mark is None]
-        is_moved = any(m is not None and p.grad is not None and m != (id(p.grad), p.grad._version) for p, m in known)
-        return bare, bool(bare) or is_moved
+        bare: list[nn.Parameter] = []
+        is_doubtful = False
+        for parameter in parameters:
+            mark, grad = self._marks.pop(id(parameter), None), parameter.grad
+            if grad is None:
+                continue
+            if mark is None or mark[0]() is not grad:
+                bare.append(parameter)
+            elif mark[1] != grad._version:
+                is_doubtful = True
+        return bare, bool(bare) or is_doubtful
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from autoprec.autocast import ambient, float32_recomputation
 from autoprec.config import AutoPrecisionConfig
 from autoprec.gradients import Gradients, StepUndo
 from autoprec.knobs import KNOBS, Base
-from autoprec.masks import clip_of, masks_of, restrict_for_lbfgs
+from autoprec.masks import clip_of, has_gradient_hooks, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
 from autoprec.retry import StepRetry
 from autoprec.steering import Steering
@@ -82,6 +82,7 @@ class AutoPrecision(Precision):
         self._gradients: dict[int, Gradients] = {}
         self._closure_calls = 0
         self._retry: StepRetry | None = None
+        self._has_hooks = False
 
     # ---- set-up ----
 
@@ -92,6 +93,7 @@ class AutoPrecision(Precision):
         if isinstance(module, pl.LightningModule) and trainer is not None and trainer.state.fn == "fit":
             self.release()
             self.steering = self._steering_of(module, trainer)
+            self._has_hooks = has_gradient_hooks(module, trainer)
             if self.initial_formats:
                 self.steering.apply(Action(precision=self.initial_formats), "initial formats")
             if "precision" not in self.steering.knobs.masked:
@@ -227,23 +229,11 @@ class AutoPrecision(Precision):
     ) -> None:
         """Runs the backward; recomputations see the formats of the forward."""
         steering = self._active
-        if steering is None or not steering.knobs.is_steering:
+        if steering is None:
             self.base.backward(tensor, model, optimizer, *args, **kwargs)
             return
-        runtime = steering.runtime
-        was = runtime.is_active, runtime.is_recording
-        runtime.is_active, runtime.is_recording = True, False
-        try:
-            with float32_recomputation(runtime.device_type):
-                self.base.backward(tensor, model, optimizer, *args, **kwargs)
-        finally:
-            runtime.is_active, runtime.is_recording = was
-
-    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        """Notes which gradients are scaled; under manual optimization others may not be."""
-        if self._active is not None:
-            self._active.note_scaled(module)
-        return super().post_backward(tensor, module)
+        with steering.scaled_backward(model), _recomputation_context(steering):
+            self.base.backward(tensor, model, optimizer, *args, **kwargs)
 
     # ---- step ----
 
@@ -271,7 +261,8 @@ class AutoPrecision(Precision):
         undo.learn(self._closure_calls)
         steering.schedules.note(optimizer, is_skipped=False)
         gradients = self._gradients.pop(id(optimizer), None)
-        if gradients is None or not gradients.parameters:
+        has_backward = steering.backwards > 0 or not steering.is_automatic
+        if gradients is None or not gradients.parameters or not has_backward:
             steering.on_empty()
         else:
             steering.on_applied(gradients)
@@ -284,11 +275,15 @@ class AutoPrecision(Precision):
             self._gradients.pop(id(optimizer), None)
         self._closure_calls += 1
         result = closure()
+        is_known = id(optimizer) in self._gradients  # the user has clipped already, and may have done more since
         gradients = self._unscaled(steering, optimizer)
         if result is None and model.automatic_optimization and not gradients.parameters:
             steering.user_skipped_steps += 1
         self._after_closure(model, optimizer)
-        gradients.recheck()
+        if is_known or self._has_hooks:
+            gradients.measure()
+        else:
+            gradients.recheck()
         if not gradients.is_finite:
             raise _StepSkipped(result)
         if steering.is_sampling and gradients.parameters:
@@ -374,6 +369,21 @@ class AutoPrecision(Precision):
         if self.steering is not None and getattr(self.base, "scaler", None) is not None:
             state = self.steering.knobs.loss_scale.state_dict()
             checkpoint["MixedPrecision"] = {key: value for key, value in state.items() if key != "enabled"}
+
+
+@contextlib.contextmanager
+def _recomputation_context(steering: Steering) -> Generator[None, None, None]:
+    if not steering.knobs.is_steering:
+        yield
+        return
+    runtime = steering.runtime
+    was = runtime.is_active, runtime.is_recording
+    runtime.is_active, runtime.is_recording = True, False
+    try:
+        with float32_recomputation(runtime.device_type):
+            yield
+    finally:
+        runtime.is_active, runtime.is_recording = was
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ under manual optimization). Requests act between windows only. What does not liv
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -269,10 +270,15 @@ class Steering:
         """Closes a window whose step had no gradient at all: neither applied nor skipped, nothing learnt from it."""
         self._has_stepped = True
 
-    def note_scaled(self, root: nn.Module) -> None:
-        """Called after each backward of Lightning's: under manual optimization there may be others."""
-        if not self.is_automatic and self.knobs.loss_scale.enabled:
-            self._marks.note(root)
+    @contextmanager
+    def scaled_backward(self, root: nn.Module) -> Iterator[None]:
+        """Surrounds each backward of Lightning's: under manual optimization there may be others."""
+        if self.is_automatic or not self.knobs.loss_scale.enabled:
+            yield
+            return
+        self._marks.begin(root)
+        yield
+        self._marks.end(root)
 
     def take_bare(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Returns the parameters whose gradients come from a backward that scaled no loss; warns once.
@@ -388,6 +394,8 @@ class Steering:
 
 
 def _has_compiled_parts(root: nn.Module) -> bool:
+    if getattr(root, "_compiler_ctx", None) is not None:  # Lightning has unwrapped torch.compile(module)
+        return True
     return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in root.modules())
 
 

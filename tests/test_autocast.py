@@ -57,6 +57,12 @@ def test_disabled_and_default() -> None:
         assert torch.get_autocast_dtype("cpu") == torch.float16
 
 
+def fail_inside(dtype: torch.dtype | None) -> None:
+    with ambient("cpu", dtype):
+        set_ambient("cpu", torch.bfloat16)
+        raise KeyError
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, None])
 @pytest.mark.parametrize("outer", [None, *LOW])
 def test_ambient_leaves_no_trace(dtype: torch.dtype | None, outer: torch.dtype | None) -> None:
@@ -69,9 +75,8 @@ def test_ambient_leaves_no_trace(dtype: torch.dtype | None, outer: torch.dtype |
                 assert not torch.is_autocast_cache_enabled()
                 set_ambient("cpu", torch.float16)
         assert state() == before
-        with pytest.raises(KeyError), ambient("cpu", dtype):
-            set_ambient("cpu", torch.bfloat16)
-            raise KeyError
+        with pytest.raises(KeyError):
+            fail_inside(dtype)
         assert state() == before
 
 

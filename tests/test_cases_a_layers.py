@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from autoprec import Action, AutoPrecisionCallback, NonFiniteTrainingError
 from tests.support import (
@@ -190,6 +191,68 @@ def test_a07_branch_that_the_first_window_did_not_take() -> None:
     assert ap.precision_map()["net.scores"] == "fp32"
     assert ap.applied_steps == 4
     assert_finite(task)
+
+
+class LateMask(nn.Module):
+    """The same behind a layer with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.scores, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 8), nn.Linear(8, 1)
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(late(self.scores(self.norm(self.first(x))), self.calls).softmax(-1))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a07_repeated_step_writes_statistics_once(accumulate: int) -> None:
+    """The fifth batch is the first of a window, the sixth would be its second."""
+    results = []
+    for name in ("fp32", "fp16"):
+        torch.manual_seed(0)
+        task = Task(LateMask(), torch.rand(6 * ROWS, 4), ROWS)
+        ap = scripted({0: EVERYTHING[name]})
+        cpu(callbacks=[ap], accumulate_grad_batches=accumulate).fit(task)
+        assert ap.applied_steps == 6 // accumulate
+        results.append(state_of(task))
+    assert int(results[1]["net.norm.num_batches_tracked"]) == 6
+    for key in ("net.norm.running_mean", "net.norm.running_var"):
+        torch.testing.assert_close(results[1][key], results[0][key], rtol=1e-2, atol=1e-2)
+
+
+class SecondFails(LightningModule):
+    """The first optimizer has stepped when the second net meets its mask, in the third batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 1), Masked(functools.partial(late, calls=[]))
+        self.automatic_optimization = False
+        self.steps = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizers: Any = self.optimizers()
+        for net, optimizer in zip((self.a, self.b), optimizers, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(net(batch).float().mean())
+            optimizer.step()
+            self.steps += net is self.a
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self.a.parameters()), sgd(self.b.parameters())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(4 * ROWS, 4), batch_size=ROWS)
+
+
+def test_a07_step_that_has_taken_effect_is_not_repeated() -> None:
+    """It cannot be: the first optimizer would step twice. The user's own error tells what is wrong."""
+    task = SecondFails()
+    before = weights_of(task.a)[0]
+    with pytest.raises(RuntimeError, match="without overflow"):
+        cpu(callbacks=[scripted({0: EVERYTHING["fp16"]})]).fit(task)
+    assert task.steps == 3
+    torch.testing.assert_close(weights_of(task.a)[0], before - 3 * 0.1, rtol=1e-3, atol=1e-3)
 
 
 def fully_masked(scores: Tensor) -> Tensor:
@@ -872,7 +935,8 @@ SPECTRAL: dict[str, Callable[[], nn.Module]] = {
     "polar": lambda: Spectral(lambda x: torch.complex(x, x).angle() + x),
     "cdist": lambda: Spectral(lambda x: torch.cdist(x, x) + 0.1),
     "quantile": lambda: Spectral(lambda x: x - torch.quantile(x, 0.5)),
-    "own_function": lambda: Spectral(OwnFunction.apply),
+    "own_function": lambda: Spectral(lambda x: OwnFunction.apply(x)),
+    "own_function_alias": lambda: Spectral(OwnFunction.apply),
     "own_matmul": lambda: Spectral(lambda x: torch.mm(x, torch.eye(8))),
     "index_put": lambda: Scattered(index_put),
     "index_add": lambda: Scattered(index_add),

@@ -308,6 +308,7 @@ def fingerprint(ap: AutoPrecisionCallback) -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("base", ["32-true", "fp16", "bf16-mixed"])
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("how", ["epoch_end", "model_checkpoint", "after_fit"])

@@ -151,7 +151,7 @@ def test_ratio_is_taken_round_by_round_without_the_warmup() -> None:
         result(BASELINE, 0, [[9.0, 9.0], [1.0, 1.0], [3.0, 3.0], [1.0, 1.0]]),
         result(AUTOPREC, 0, [[0.1, 0.1], [1.5, 1.5], [4.5, 4.5], [1.5, 1.5]]),
     ]
-    assert step_ratio(runs, AUTOPREC, BASELINE, warmup=2) == Spread(1.5, 1.5, 1.5)
+    assert step_ratio(runs, AUTOPREC, BASELINE, warmup=2) == Spread(1.5, 1.5, 1.5, 3)
 
 
 def test_ratio_without_a_finished_round_is_not_a_number() -> None:
@@ -162,15 +162,17 @@ def test_ratio_without_a_finished_round_is_not_a_number() -> None:
 @pytest.mark.parametrize(
     ("ratio", "repeat", "expected"),
     [
-        (Spread(0.80, 0.78, 0.83), 1.01, "faster"),
-        (Spread(1.30, 1.25, 1.33), 1.01, "slower"),
-        (Spread(1.04, 1.03, 1.05), 1.00, "no difference"),  # within 5 %
-        (Spread(1.30, 0.95, 1.60), 1.01, "no difference"),  # the quartiles hold 1
-        (Spread(1.10, 1.08, 1.12), 0.88, "no difference"),  # the baseline differs from itself by more
+        (Spread(0.80, 0.78, 0.83, 20), 1.01, "faster"),
+        (Spread(1.30, 1.25, 1.33, 20), 1.01, "slower"),
+        (Spread(1.04, 1.03, 1.05, 20), 1.00, "no difference"),  # within 5 %
+        (Spread(1.30, 0.95, 1.60, 20), 1.01, "no difference"),  # the quartiles hold 1
+        (Spread(1.10, 1.08, 1.12, 20), 0.88, "no difference"),  # the baseline differs from itself by more
+        (Spread(1.30, 1.25, 1.33, 4), 1.01, "too few rounds"),
+        (Spread(math.nan, math.nan, math.nan, 0), 1.0, "too few rounds"),
     ],
 )
 def test_time_verdict(ratio: Spread, repeat: float, expected: str) -> None:
-    assert time_verdict(ratio, Spread(repeat, repeat, repeat)) == expected
+    assert time_verdict(ratio, Spread(repeat, repeat, repeat, 20)) == expected
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_shares_of_formats_are_of_parameters() -> None:
 
 
 def three_arms(task: str, slower: float) -> list[RunResult]:
-    rounds = [[0.010, 0.011, 0.012]] * 5
+    rounds = [[0.010, 0.011, 0.012]] * 7
     runs = [result(arm, seed, rounds, 0.5 + seed / 100, task) for seed in range(3) for arm in ("32-true", BASELINE)]
     for seed in range(2):
         run = result(AUTOPREC, seed, [[step * slower for step in turn] for turn in rounds], 0.5, task)
@@ -228,7 +230,7 @@ def three_arms(task: str, slower: float) -> list[RunResult]:
 
 
 def summary_of(task: str, slower: float) -> TaskSummary:
-    plan = Task(task, DigitsCNN, data.Split((), (), "made up"), _no_material, (), 15, 1, 3, warmup=3)
+    plan = Task(task, DigitsCNN, data.Split((), (), "made up"), _no_material, (), 21, 1, 3, warmup=3)
     return summarise(plan, three_arms(task, slower))
 
 
@@ -322,17 +324,17 @@ def processor_seconds(process: int) -> float:
 
 def test_an_arm_that_sleeps_shows_up_as_slower_and_nothing_else_differs(make_arms: Arms, tmp_path: Path) -> None:
     arms = make_arms("on_train_batch_end", "time.sleep(0.2)")
-    plain, sleepy = run_quick(arms, tmp_path)
+    plain, sleepy = run_quick(arms, tmp_path, steps=18)
     ratio = step_ratio([plain, sleepy], AUTOPREC, BASELINE, warmup=3)
-    assert time_verdict(ratio, Spread(1.0, 1.0, 1.0)) == "slower"
+    assert time_verdict(ratio, Spread(1.0, 1.0, 1.0, 20)) == "slower"
     assert all(second >= 0.2 for second in sleepy.step_seconds(0))
     # waiting for the sleeper is not charged to the other arm
     assert plain.seconds < sleepy.seconds / 2
     # same seed, same weights, same order of samples
     assert plain.losses == sleepy.losses
     assert plain.final_loss == sleepy.final_loss
-    assert [step for step, _, _ in plain.points] == [0, 6, 9]
-    assert plain.done.applied_steps == 9
+    assert [step for step, _, _ in plain.points] == [0, 9, 18]
+    assert plain.done.applied_steps == 18
     assert plain.done.peak_bytes is None or plain.done.peak_bytes > 2**26
 
 

@@ -495,3 +495,18 @@ def test_scale_multiplies_dense_and_sparse_gradients_in_place(factor: float | Te
     assert merged.to_dense()[1:3].tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert unmerged.to_dense()[0].tolist() == [3.0, 0.0]
     ops.scale_([], factor)
+
+
+@pytest.mark.parametrize("bad", [complex(1, math.inf), complex(-math.inf, 1), complex(0, math.nan)])
+def test_complex_gradients_hide_nothing_in_their_imaginary_part(bad: complex) -> None:
+    assert not math.isfinite(float(ops.global_norm([torch.tensor([1 + 1j, bad]), torch.ones(2)])))
+    stats = ops.grad_stats([torch.tensor([3 + 4j, bad])], [0.0])
+    assert float(stats.nonfinite_count[0]) > 0
+
+
+def test_complex_gradients_are_measured_as_pairs() -> None:
+    grads = [torch.tensor([3 + 4j, 0j]), torch.tensor([12.0])]
+    assert float(ops.global_norm(grads)) == 13.0
+    assert float(ops.global_norm([torch.tensor([1e30 + 1e30j])])) == pytest.approx(2**0.5 * 1e30)
+    stats = ops.grad_stats([torch.tensor([0 + 4j, 3 + 0j])], [0.0])
+    assert (float(stats.amax[0]), float(stats.norm[0])) == (4.0, 5.0)

@@ -12,6 +12,9 @@ from autoprec.demo.messages import Done, Turn
 SAME_TIME = 0.05
 """Step-time ratios nearer to 1 than this count as no difference."""
 
+ENOUGH_RATIOS = 5
+"""Fewer rounds than this are no ground for a verdict."""
+
 
 @dataclass
 class RunResult:
@@ -33,7 +36,7 @@ class RunResult:
     losses: list[float] = field(default_factory=list)
     points: list[tuple[int, float, float]] = field(default_factory=list)
     format_changes: list[tuple[int, dict[str, str]]] = field(default_factory=list)
-    final_loss: float = float("nan")
+    final_loss: float = math.nan
     done: Done = field(default_factory=lambda: Done(None))
 
     def add_turn(self, turn: Turn) -> None:
@@ -82,21 +85,22 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with its quartiles."""
+    """A median with its quartiles, of ``count`` values."""
 
     median: float
     low: float
     high: float
+    count: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         """Returns median and quartiles of the values; all NaN without values."""
         if not values:
-            return cls(float("nan"), float("nan"), float("nan"))
+            return cls(math.nan, math.nan, math.nan, 0)
         if len(values) == 1:
-            return cls(values[0], values[0], values[0])
+            return cls(values[0], values[0], values[0], 1)
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, low, high)
+        return cls(median, low, high, len(values))
 
 
 def step_ratio(runs: Sequence[RunResult], arm: str, baseline: str, warmup: int) -> Spread:
@@ -181,13 +185,15 @@ def loss_difference(runs: Sequence[RunResult], steered: str, baseline: str) -> L
 
 
 def time_verdict(ratio: Spread, repeat: Spread) -> str:
-    """Returns ``faster``, ``slower`` or ``no difference``.
+    """Returns ``faster``, ``slower``, ``no difference`` or ``too few rounds``.
 
     Args:
         ratio: Step time of the arm under test against the baseline.
         repeat: The same of two runs of the baseline. A ratio counts only if it is further from 1 than this one and
             than 5 %, and if its quartiles do not hold 1.
     """
+    if min(ratio.count, repeat.count) < ENOUGH_RATIOS:
+        return "too few rounds"
     noise = max(abs(math.log(repeat.median)), math.log1p(SAME_TIME))
     if ratio.low <= 1 <= ratio.high or abs(math.log(ratio.median)) <= noise:
         return "no difference"

@@ -137,7 +137,7 @@ def _formats(runs: Sequence[RunResult]) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.995 or share == 0 else f"{share:.1%}"
+    return f"{share:.0%}" if share >= 0.9995 or share == 0 else f"{share:.1%}"
 
 
 def plain_words(summary: TaskSummary) -> list[str]:
@@ -161,6 +161,7 @@ def _time_words(summary: TaskSummary) -> str:
         "faster": f"{AUTOPREC} is faster than {BASELINE}",
         "slower": f"{AUTOPREC} is slower than {BASELINE}",
         "no difference": f"no difference between {AUTOPREC} and {BASELINE} beyond the noise",
+        "too few rounds": "too few rounds were measured to say anything",
     }[time_verdict(ratio, repeat)]
     return (
         f"{verdict}. A step takes {ratio.median:.2f} times as long (quartiles {ratio.low:.2f} to {ratio.high:.2f});"

@@ -28,7 +28,8 @@ class GradStats:
 
 
 def _values(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float]) -> GradStats:

@@ -1,0 +1,232 @@
+"""Buffers go back to their value at the start of a window whose step is skipped.
+
+Time budget: 5 s.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoprec.buffers import BufferShadow
+
+
+class Counter(nn.Module):
+    """Writes its buffers in the ways that modules do."""
+
+    table: Tensor
+    count: Tensor
+    history: Tensor
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("history", torch.zeros(2), persistent=False)
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("nothing", None)
+
+    def in_place(self) -> None:
+        self.count += 1
+        self.history[0] = 7.0
+
+    def replace(self) -> None:
+        self.count = self.count + 1
+        self.history = torch.full((2,), 7.0)
+
+    def grow(self) -> None:
+        self.history = torch.cat([self.history, torch.ones(1)])
+
+    def through_data(self) -> None:
+        self.history.data.add_(1.0)
+
+    def bind_data(self) -> None:
+        self.history.data = torch.full((2,), 7.0)
+
+
+WRITES = {name: getattr(Counter, name) for name in ("in_place", "replace", "grow", "through_data", "bind_data")}
+every_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def assert_same(module: nn.Module, expected: dict[str, Tensor]) -> None:
+    found = values(module)
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+@every_write
+def test_a06_first_window(write: Callable[[Counter], None]) -> None:
+    module = Counter()
+    shadow, before = BufferShadow(module), values(module)
+    shadow.refresh()
+    write(module)
+    assert shadow.restore() == []
+    assert_same(module, before)
+
+
+@every_write
+def test_a06_later_windows_keep_what_applied_steps_wrote(write: Callable[[Counter], None]) -> None:
+    module = Counter()
+    shadow = BufferShadow(module)
+    for _ in range(3):
+        shadow.refresh()
+        write(module)
+    shadow.refresh()
+    before = values(module)
+    write(module)
+    assert shadow.restore() == []
+    assert_same(module, before)
+    write(module)
+    shadow.refresh()
+    after = values(module)
+    write(module)
+    shadow.restore()
+    assert_same(module, after)
+
+
+@pytest.mark.parametrize("name", ["in_place", "replace", "grow"])
+def test_a06_a_buffer_that_is_written_late_is_put_back(name: str) -> None:
+    module = Counter()
+    shadow = BufferShadow(module)
+    for _ in range(4):
+        shadow.refresh()
+    before = values(module)
+    WRITES[name](module)
+    assert shadow.restore() == []
+    assert_same(module, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a06_statistics_of_batch_norm(dtype: torch.dtype, momentum: float | None) -> None:
+    norm, other = nn.BatchNorm2d(4, momentum=momentum), nn.InstanceNorm2d(4, track_running_stats=True)
+    net = nn.Sequential(nn.Conv2d(1, 4, 1), norm, other)
+    shadow = BufferShadow(net)
+    for _ in range(3):
+        shadow.refresh()
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            net(torch.randn(2, 1, 3, 3))
+    shadow.refresh()
+    before = values(net)
+    net(torch.full((2, 1, 3, 3), float("nan")))
+    assert norm.running_mean is not None
+    assert norm.running_mean.isnan().all()
+    assert shadow.restore() == []
+    assert_same(net, before)
+
+
+def test_a06_two_writes_in_one_window_go_back_to_its_start() -> None:
+    module = Counter()
+    shadow, before = BufferShadow(module), values(module)
+    shadow.refresh()
+    for _ in range(3):  # three micro-batches
+        module.in_place()
+    shadow.restore()
+    assert_same(module, before)
+
+
+def test_identity_of_a_buffer_is_kept() -> None:
+    module = Counter()
+    shadow, table, history = BufferShadow(module), module.table, module.history
+    shadow.refresh()
+    module.in_place()
+    shadow.restore()
+    assert module.table is table
+    assert module.history is history
+    module.replace()
+    shadow.restore()
+    assert module.history is history
+
+
+def test_nothing_written_means_nothing_changed() -> None:
+    module = Counter()
+    shadow = BufferShadow(module)
+    for _ in range(3):
+        shadow.refresh()
+        assert shadow.restore() == []
+    assert_same(module, values(Counter()))
+
+
+@pytest.mark.parametrize("name", ["through_data", "bind_data"])
+def test_a06_a_hidden_late_write_is_named_once_and_then_put_back(name: str) -> None:
+    module = Counter()
+    shadow = BufferShadow(module)
+    for _ in range(3):
+        shadow.refresh()
+    WRITES[name](module)
+    assert shadow.restore() == ["history"]  # nobody knows in which window it was written
+    shadow.refresh()
+    before = values(module)
+    module.history.data.add_(3.0)
+    assert shadow.restore() == []
+    assert_same(module, before)
+
+
+def test_a_large_mask_written_late_is_named_and_not_guessed() -> None:
+    module = Counter()
+    shadow = BufferShadow(module)
+    for _ in range(3):
+        shadow.refresh()
+    module.mask[0] = False
+    assert shadow.restore() == ["mask"]
+
+
+def test_a_buffer_deleted_before_the_window_stays_deleted() -> None:
+    module = Counter()
+    shadow = BufferShadow(module)
+    for _ in range(2):
+        shadow.refresh()
+    del module.history
+    module.table = None  # type: ignore[assignment]
+    module.nothing = torch.ones(2)
+    shadow.refresh()
+    assert shadow.restore() == []
+    assert not hasattr(module, "history")
+    assert module.table is None
+    assert torch.equal(module.nothing, torch.ones(2))
+
+
+def test_a_buffer_deleted_in_the_skipped_window_comes_back() -> None:
+    module = Counter()
+    shadow, before = BufferShadow(module), values(module)
+    for _ in range(2):
+        shadow.refresh()
+    module.history = None  # type: ignore[assignment]
+    shadow.restore()
+    assert_same(module, before)
+
+
+def test_shared_and_copied_modules() -> None:
+    norm = nn.BatchNorm1d(2)
+    net = nn.Sequential(norm, norm)
+    shadow = BufferShadow(net)
+    shadow.refresh()
+    before, other = values(net), copy.deepcopy(net)
+    net(torch.randn(4, 2))
+    other(torch.randn(4, 2))
+    shadow.restore()
+    assert_same(net, before)
+    assert norm.num_batches_tracked == 0
+    assert other[0].num_batches_tracked == 2
+
+
+def test_inference_buffers_are_left_alone() -> None:
+    module = Counter()
+    with torch.inference_mode():
+        module.table = torch.arange(4.0)
+    shadow = BufferShadow(module)
+    shadow.refresh()
+    module.in_place()
+    assert shadow.restore() == []
+    assert int(module.count) == 0

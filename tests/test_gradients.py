@@ -1,0 +1,287 @@
+"""One optimizer's gradients: unscaled once, measured once, clipped as torch clips, checked again when touched.
+
+Time budget: 5 s.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from autoprec.gradients import Gradients, ScaleMarks, StepUndo
+
+
+def parameters(*grads: Tensor | None) -> list[nn.Parameter]:
+    made = []
+    for grad in grads:
+        parameter = nn.Parameter(torch.zeros(4, 2) if grad is None else torch.zeros(grad.shape, dtype=grad.dtype))
+        parameter.grad = grad
+        made.append(parameter)
+    return made
+
+
+def grads_of(made: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in made if parameter.grad is not None]
+
+
+def sparse(rows: list[int], values: list[list[float]]) -> Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([rows]), torch.tensor(values), (4, 2), check_invariants=True)
+
+
+# ---- unscaling and measuring ----
+
+
+@given(exponent=st.integers(-24, 24), seed=st.integers(0, 50))
+def test_unscaling_by_a_power_of_two_is_exact(exponent: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    true = [torch.randn(3, 2, generator=generator), torch.randn(5, generator=generator)]
+    made = parameters(*(grad * 2.0**exponent for grad in true), None)
+    gradients = Gradients(made, 2.0**-exponent)
+    assert len(gradients.parameters) == 2
+    assert all(torch.equal(a, b) for a, b in zip(grads_of(made), true, strict=True))
+    assert gradients.total == pytest.approx(math.sqrt(sum(float(g.pow(2).sum()) for g in true)), rel=1e-5)
+    assert gradients.norms.tolist() == pytest.approx([float(g.norm()) for g in true], rel=1e-5)
+    assert gradients.is_finite
+
+
+def test_bare_gradients_are_not_unscaled() -> None:
+    made = parameters(torch.full((2,), 8.0), torch.full((2,), 8.0))
+    Gradients(made, 0.25, bare=made[1:])
+    assert [grad.tolist() for grad in grads_of(made)] == [[2.0, 2.0], [8.0, 8.0]]
+
+
+def test_nothing_to_do() -> None:
+    gradients = Gradients(parameters(None), 0.5)
+    assert (gradients.total, gradients.is_finite, gradients.parameters) == (0.0, True, [])
+    gradients.clip_norm_(1.0)
+    gradients.clip_value_(1.0)
+    gradients.recheck()
+    assert not gradients.is_clipped
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_c01_one_bad_entry_makes_the_step_non_finite(bad: float, dtype: torch.dtype) -> None:
+    grad = torch.ones(5, dtype=dtype)
+    grad[3] = bad
+    for made in (parameters(torch.ones(3), grad), parameters(grad, torch.ones(3))):
+        assert not Gradients(made, 0.5).is_finite
+
+
+def test_c07_a_finite_gradient_is_never_judged_non_finite() -> None:
+    made = parameters(torch.full((4,), 40000.0, dtype=torch.float16), torch.full((4,), 1e30))
+    gradients = Gradients(made, 1.0)
+    assert gradients.is_finite
+    assert gradients.total == pytest.approx(2e30)
+
+
+# ---- clipping ----
+
+
+@given(threshold=st.floats(0.01, 100.0), seed=st.integers(0, 50))
+def test_clipping_by_norm_has_torchs_bits(threshold: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    true = [torch.randn(3, 2, generator=generator), torch.randn(5, generator=generator)]
+    made, theirs = parameters(*copy.deepcopy(true)), parameters(*copy.deepcopy(true))
+    gradients = Gradients(made, 1.0)
+    gradients.clip_norm_(threshold)
+    before = nn.utils.clip_grad_norm_(theirs, threshold)
+    assert all(torch.equal(a, b) for a, b in zip(grads_of(made), grads_of(theirs), strict=True))
+    assert gradients.total == float(before)
+    assert gradients.is_clipped == (float(before) > threshold)
+
+
+def test_clipping_by_value_has_torchs_bits() -> None:
+    true = [torch.randn(3, 2), torch.randn(5)]
+    made, theirs = parameters(*copy.deepcopy(true)), parameters(*copy.deepcopy(true))
+    gradients = Gradients(made, 1.0)
+    gradients.clip_value_(0.3)
+    nn.utils.clip_grad_value_(theirs, 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(grads_of(made), grads_of(theirs), strict=True))
+
+
+def test_c05_sparse_gradients_are_clipped_through_their_values() -> None:
+    unmerged, merged = sparse([0, 0, 2], [[3.0, 0.0], [3.0, 0.0], [0.0, 8.0]]), sparse([1], [[10.0, 0.0]]).coalesce()
+    made = parameters(unmerged, merged)
+    gradients = Gradients(made, 1.0)
+    assert gradients.total == pytest.approx(math.sqrt(200.0))
+    gradients.clip_norm_(1.0)
+    norm = torch.stack([grad.to_dense() for grad in grads_of(made)]).norm()
+    assert float(norm) == pytest.approx(1.0, rel=1e-5)
+    gradients.clip_value_(0.1)
+    assert max(float(grad.coalesce().values().abs().max()) for grad in grads_of(made)) <= 0.2 + 1e-6
+
+
+def test_c05_duplicates_that_overflow_only_when_merged_are_found() -> None:
+    biggest = torch.finfo(torch.float32).max
+    made = parameters(sparse([1, 1], [[biggest, 0.0], [biggest, 0.0]]))
+    assert not Gradients(made, 1.0).is_finite
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_c07_half_gradients_are_scaled_to_the_threshold_and_not_zeroed(dtype: torch.dtype) -> None:
+    made = parameters(torch.full((4,), 40000.0, dtype=dtype), torch.full((9,), 1.0))
+    gradients = Gradients(made, 1.0)
+    assert gradients.total == pytest.approx(80000.0, rel=2e-3)
+    gradients.clip_norm_(1.0)
+    half, single = grads_of(made)
+    assert half.dtype == dtype
+    assert half.tolist() == pytest.approx([0.5] * 4, rel=1e-2)
+    assert single.tolist() == pytest.approx([1 / 80000.0] * 9, rel=1e-2)
+
+
+def test_clipping_twice_remembers_that_it_acted_and_the_first_norm() -> None:
+    made = parameters(torch.full((4,), 10.0))
+    gradients = Gradients(made, 1.0)
+    gradients.clip_norm_(1.0)
+    gradients.clip_norm_(100.0)
+    assert (gradients.is_clipped, gradients.total) == (True, 20.0)
+    assert float(grads_of(made)[0].norm()) == pytest.approx(1.0, rel=1e-5)
+
+
+# ---- who touched them? ----
+
+
+def in_place(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.grad.fill_(math.nan)  # type: ignore[union-attr]
+
+
+def replaced(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.full_like(parameter, math.nan)
+
+
+@pytest.mark.parametrize("touch", [in_place, replaced])
+def test_a_later_write_is_measured_again(touch: Callable[[nn.Parameter], None]) -> None:
+    made = parameters(torch.ones(3), torch.ones(3))
+    gradients = Gradients(made, 1.0)
+    gradients.clip_norm_(1.0)
+    touch(made[1])
+    gradients.recheck()
+    assert not gradients.is_finite
+
+
+def test_a_gradient_taken_away_is_left_out() -> None:
+    made = parameters(torch.ones(3), torch.full((4,), math.nan))
+    gradients = Gradients(made, 1.0)
+    assert not gradients.is_finite
+    made[1].grad = None
+    gradients.recheck()
+    assert gradients.is_finite
+    assert gradients.parameters == made[:1]
+    assert gradients.norms.shape == (1,)
+
+
+def test_first_bad_layer_is_the_last_one_in_the_model() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients = Gradients(list(net.parameters()), 1.0)
+    assert gradients.first_nonfinite(net) is None
+    for layer in (net[0], net[1]):
+        layer.weight.grad[0, 0] = math.inf  # type: ignore[index, union-attr]
+    assert gradients.first_nonfinite(net) == "1 (its gradient)"
+
+
+def test_marks_tell_scaled_gradients_from_others() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first, second = list(net[0].parameters()), list(net[1].parameters())
+    marks = ScaleMarks()
+    for parameter in first:
+        parameter.grad = torch.ones_like(parameter)
+    marks.note(net)
+    for parameter in second:
+        parameter.grad = torch.ones_like(parameter)
+    assert marks.take(first) == ([], False)
+    bare, is_doubtful = marks.take(second)
+    assert is_doubtful
+    assert all(a is b for a, b in zip(bare, second, strict=True))
+
+
+# ---- undoing a step that had begun ----
+
+
+class TwoCalls(torch.optim.SGD):
+    """Moves the weights between two calls of its closure, as sharpness-aware optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(100.0)
+        result = closure()
+        super().step()
+        return result
+
+
+class OneCall(torch.optim.SGD):
+    """A foreign optimizer that does what torch's own do."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = closure()
+        super().step()
+        return result
+
+
+class StoppedError(Exception):
+    pass
+
+
+def step(optimizer: torch.optim.Optimizer, fails_at: int, made: Sequence[nn.Parameter]) -> None:
+    calls = 0
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise StoppedError
+        for parameter in made:
+            parameter.grad = torch.ones_like(parameter)
+        return torch.zeros(())
+
+    undo = StepUndo(optimizer)
+    try:
+        optimizer.step(closure)
+        undo.learn(calls)
+    except StoppedError:
+        undo.restore(calls)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a16_an_optimizer_that_calls_twice_is_put_back(fails_at: int) -> None:
+    made = parameters(torch.ones(3))
+    optimizer = TwoCalls(made, lr=0.1, momentum=0.9)
+    step(optimizer, 0, made)
+    weights, state = made[0].detach().clone(), copy.deepcopy(optimizer.state_dict())
+    step(optimizer, fails_at, made)
+    assert torch.equal(made[0], weights)
+    assert optimizer.state_dict()["state"].keys() == state["state"].keys()
+    buffers = [s["state"][0]["momentum_buffer"] for s in (optimizer.state_dict(), state)]
+    assert torch.equal(*buffers)
+
+
+def test_a16_a_failing_first_step_of_an_unknown_optimizer_is_put_back() -> None:
+    class Unknown(TwoCalls):
+        pass
+
+    made = parameters(torch.ones(3))
+    step(Unknown(made, lr=0.1), 2, made)
+    assert torch.equal(made[0], torch.zeros(3))
+
+
+def test_optimizers_that_call_once_are_copied_at_most_once() -> None:
+    made = parameters(torch.ones(3))
+    assert StepUndo(torch.optim.Adam(made))._weights is None
+    foreign = OneCall(made, lr=0.1)
+    step(foreign, 0, made)
+    assert StepUndo(foreign)._weights is None
+    assert StepUndo(torch.optim.LBFGS(made))._weights is not None
