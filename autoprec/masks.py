@@ -57,7 +57,7 @@ def clip_of(trainer: pl.Trainer) -> float | None:
     return float(value) if value and value > 0 and is_norm else None
 
 
-def has_gradient_hooks(root: pl.LightningModule, trainer: pl.Trainer) -> bool:
+def has_gradient_hooks(root: pl.LightningModule, callbacks: Sequence[pl.Callback]) -> bool:
     """Whether code outside Lightning sees the gradients just before the step and may write them.
 
     A write through ``.data`` or numpy leaves no trace in the tensor's version, so gradients are measured again then.
@@ -65,5 +65,5 @@ def has_gradient_hooks(root: pl.LightningModule, trainer: pl.Trainer) -> bool:
     names = ("on_before_optimizer_step", "configure_gradient_clipping")
     if any(is_overridden(name, root) for name in names):
         return True
-    foreign = [type(c) for c in trainer.callbacks if not type(c).__module__.startswith(("lightning.", "autoprec."))]
+    foreign = [type(c) for c in callbacks if not type(c).__module__.startswith(("lightning.", "autoprec."))]
     return any(cls.on_before_optimizer_step is not pl.Callback.on_before_optimizer_step for cls in foreign)

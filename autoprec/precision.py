@@ -93,7 +93,7 @@ class AutoPrecision(Precision):
         if isinstance(module, pl.LightningModule) and trainer is not None and trainer.state.fn == "fit":
             self.release()
             self.steering = self._steering_of(module, trainer)
-            self._has_hooks = has_gradient_hooks(module, trainer)
+            self._has_hooks = has_gradient_hooks(module, _callbacks_of(trainer))
             if self.initial_formats:
                 self.steering.apply(Action(precision=self.initial_formats), "initial formats")
             if "precision" not in self.steering.knobs.masked:
@@ -422,3 +422,7 @@ def _check_eval_precision(value: str) -> str:
     if value not in ("base", "current"):
         raise ValueError(f"Passed `eval_precision={value!r}`. It must be 'base' or 'current'.")
     return value
+
+
+def _callbacks_of(trainer: Any) -> Sequence[pl.Callback]:
+    return list(trainer.callbacks)

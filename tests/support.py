@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader
 
@@ -29,8 +30,13 @@ Loss = Callable[[nn.Module, Any, int], Tensor]
 
 def cpu(**kwargs: Any) -> Trainer:
     """A Trainer on one CPU device that writes nothing and runs one epoch unless told otherwise."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return Trainer(**{"accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet, **kwargs})
+
+
+def loader(data: Any, bs: int | None = 8) -> DataLoader[Any]:
+    """Batches of ``data`` in order; a tensor is taken row by row."""
+    return DataLoader(data, batch_size=bs)
 
 
 def fp16cpu(scale: float = 65536.0, **kwargs: Any) -> MixedPrecision:
@@ -101,7 +107,7 @@ class Task(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": dict(self._make_schedule(optimizer))}
 
     def train_dataloader(self) -> Any:
-        return DataLoader(self.data, batch_size=self.bs)
+        return loader(self.data, self.bs)
 
 
 class Lin(Task):
@@ -180,7 +186,8 @@ def watch_dtypes(root: nn.Module) -> dict[str, list[torch.dtype]]:
     def hook_for(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            seen.setdefault(name, []).append(getattr(tensor, "data", tensor).dtype)
+            tensor = tensor.data if isinstance(tensor, PackedSequence) else tensor
+            seen.setdefault(name, []).append(tensor.dtype)
 
         return hook
 

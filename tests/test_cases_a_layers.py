@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from autoprec import Action, AutoPrecisionCallback, NonFiniteTrainingError
 from tests.support import (
@@ -30,6 +29,7 @@ from tests.support import (
     assert_same_state,
     cpu,
     fp16cpu,
+    loader,
     rows,
     scripted,
     sgd,
@@ -198,7 +198,8 @@ class LateMask(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.scores, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 8), nn.Linear(8, 1)
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.scores, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
         self.calls: list[int] = []
 
     def forward(self, x: Tensor) -> Any:
@@ -242,7 +243,7 @@ class SecondFails(LightningModule):
         return sgd(self.a.parameters()), sgd(self.b.parameters())
 
     def train_dataloader(self) -> Any:
-        return DataLoader(torch.ones(4 * ROWS, 4), batch_size=ROWS)
+        return loader(torch.ones(4 * ROWS, 4), ROWS)
 
 
 def test_a07_step_that_has_taken_effect_is_not_repeated() -> None:
@@ -373,7 +374,8 @@ def test_a08_mixed_formats_and_operations_between_them(use_reentrant: bool) -> N
     class Between(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.norm, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+            self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+            self.norm = nn.LayerNorm(16)
 
         def forward(self, x: Tensor) -> Any:
             y = self.a(x)
@@ -385,9 +387,8 @@ def test_a08_mixed_formats_and_operations_between_them(use_reentrant: bool) -> N
     for asked in (ask, None):
         torch.manual_seed(0)
         task = Task(Checkpointed(use_reentrant, Between(), times=2), torch.rand(24, 16))
-        ap = scripted(
-            {0: Action(precision={"net.body.a": "fp16", "net.body.b": "bf16", "net.body.c": "int8"})}, knobs=("precision",)
-        )
+        mixed = {"net.body.a": "fp16", "net.body.b": "bf16", "net.body.c": "int8"}
+        ap = scripted({0: Action(precision=mixed)}, knobs=("precision",))
         watch = Watch(ap)
         cpu(callbacks=[ap, watch] + ([Ask(ap, *asked)] if asked else [])).fit(task)
         assert (ap.applied_steps, ap.skipped_steps) == (3, 0)
@@ -480,12 +481,13 @@ def tied_task(**kwargs: Any) -> Task:
 
 def test_a09_contradicting_request_goes_to_the_widest() -> None:
     ap, task = scripted({0: Action(precision={"net.head": "int8", "net.emb": "fp32"})}), tied_task()
-    keys, before = list(task.state_dict()), task.net.emb.weight  # type: ignore[union-attr]
+    net: Any = task.net
+    keys, before = list(task.state_dict()), net.emb.weight
     trainer = cpu(callbacks=[ap])
     trainer.fit(task)
     assert list(ap.precision_map()) == ["net.emb", "net.body"]
     assert ap.precision_map()["net.emb"] == "fp32"
-    assert task.net.head.weight is task.net.emb.weight is before  # type: ignore[union-attr]
+    assert net.head.weight is net.emb.weight is before
     held = [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
     assert sum(p is before for p in held) == 1
     assert list(task.state_dict()) == keys
@@ -514,7 +516,8 @@ def test_a09_both_layers_run_in_the_format_of_their_unit(request_: dict[str, str
     cpu(callbacks=[ap]).fit(task)
     assert ap.precision_map()["net.emb"] == expected
     assert seen["net.emb"][-1] is seen["net.head"][-1]
-    assert task.net.head.weight is task.net.emb.weight  # type: ignore[union-attr]
+    net: Any = task.net
+    assert net.head.weight is net.emb.weight
     assert ap.applied_steps == 4
 
 
@@ -583,9 +586,9 @@ class Foreign(Optimizer):
     """An optimizer the project has never seen; it insists on what optimizers may rely on."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})  # type: ignore[arg-type]
+        super().__init__(params, {"lr": lr})
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -758,11 +761,9 @@ class CarriedCell(nn.Module):
     def forward(self, x: Tensor) -> Any:
         for step in range(x.shape[1]):
             self.hidden = self.rnn(x[:, step], self.hidden)
-        self.hidden = (
-            tuple(h.detach() for h in self.hidden) if isinstance(self.hidden, tuple) else self.hidden.detach()
-        )
-        first = self.hidden[0] if isinstance(self.hidden, tuple) else self.hidden
-        return self.head(self.rnn(x[:, 0], self.hidden)[0] if isinstance(self.hidden, tuple) else self.rnn(x[:, 0], first))
+        self.hidden = tuple(h.detach() for h in self.hidden) if isinstance(self.hidden, tuple) else self.hidden.detach()
+        output = self.rnn(x[:, 0], self.hidden)
+        return self.head(output[0] if isinstance(output, tuple) else output)
 
 
 RECURRENT: dict[str, Callable[[], nn.Module]] = {
@@ -935,7 +936,7 @@ SPECTRAL: dict[str, Callable[[], nn.Module]] = {
     "polar": lambda: Spectral(lambda x: torch.complex(x, x).angle() + x),
     "cdist": lambda: Spectral(lambda x: torch.cdist(x, x) + 0.1),
     "quantile": lambda: Spectral(lambda x: x - torch.quantile(x, 0.5)),
-    "own_function": lambda: Spectral(lambda x: OwnFunction.apply(x)),
+    "own_function": lambda: Spectral(lambda x: OwnFunction.apply(x)),  # type: ignore[no-untyped-call]
     "own_function_alias": lambda: Spectral(OwnFunction.apply),
     "own_matmul": lambda: Spectral(lambda x: torch.mm(x, torch.eye(8))),
     "index_put": lambda: Scattered(index_put),

@@ -5,6 +5,7 @@ Time budget: 40 s.
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from autoprec import (
     Action,
@@ -34,6 +34,7 @@ from tests.support import (
     assert_same_state,
     cpu,
     fp16cpu,
+    loader,
     rows,
     scripted,
     squares,
@@ -87,7 +88,7 @@ def two_layers() -> nn.Module:
 
 def compiled_as(how: str, backend: Backend) -> tuple[LightningModule, Any]:
     """The task, and what to hand to ``fit``."""
-    net = two_layers()
+    net: Any = two_layers()
     if how == "net":
         net = torch.compile(net, backend=backend)
     elif how == "in_place":
@@ -165,12 +166,12 @@ def test_a20_ten_maps_stay_below_the_limit_of_the_compiler(how: str, backend: Ba
 
 
 def test_a20_batch_sizes_compile_once_more_at_most(backend: Backend) -> None:
-    net = torch.compile(two_layers(), backend=backend)
+    net: Any = torch.compile(two_layers(), backend=backend)
     sizes = [8, 4, 16, 6, 32, 8, 4, 16, 6, 32]
 
     class Sized(Task):
         def train_dataloader(self) -> Any:
-            return DataLoader([torch.rand(size, 16) for size in sizes], batch_size=None)
+            return loader([torch.rand(size, 16) for size in sizes], None)
 
     ap, counts = scripted({0: Action(precision={"*": "bf16"})}, knobs=("precision",)), Counts(backend)
     cpu(callbacks=[ap, counts]).fit(Sized(net, None))
@@ -183,7 +184,7 @@ def test_a20_full_graphs_stay_full_and_compute_what_eager_code_does(name: str, b
     losses = []
     for is_compiled in (False, True):
         torch.manual_seed(0)
-        net = two_layers()
+        net: Any = two_layers()
         if is_compiled:
             net = torch.compile(net, backend=backend, fullgraph=True)
         ap = scripted({0: Action(precision={"*": name})}, knobs=("precision", "loss_scale"))
@@ -238,7 +239,9 @@ SCRIPT = {
     15: Action(precision={"net.3": "bf16"}, loss_scale=2048.0),
     20: Action(clip=float("inf")),
 }
-SETTINGS = AutoPrecisionConfig(loss_scale=LossScaleConfig(init_scale=1024.0, growth_interval=5), guard=GuardConfig(hold=4))
+SETTINGS = AutoPrecisionConfig(
+    loss_scale=LossScaleConfig(init_scale=1024.0, growth_interval=5), guard=GuardConfig(hold=4)
+)
 
 
 class Stochastic(ScriptedController):
@@ -317,7 +320,11 @@ def test_a24_resumed_run_equals_the_uninterrupted_one(policy: str, base: str, ho
         plugins = {"plugins": fp16cpu(256, growth_interval=5)} if base == "fp16" else {"precision": base}
         is_saving = any(isinstance(c, ModelCheckpoint) for c in callbacks)
         return cpu(
-            callbacks=list(callbacks), max_epochs=epochs, enable_checkpointing=is_saving, num_sanity_val_steps=0, **plugins
+            callbacks=list(callbacks),
+            max_epochs=epochs,
+            enable_checkpointing=is_saving,
+            num_sanity_val_steps=0,
+            **plugins,
         )
 
     path = tmp_path / "last.ckpt"
@@ -366,7 +373,7 @@ def test_a24_checkpoint_in_the_middle_of_an_epoch(policy: str, tmp_path: Path) -
 
 def test_a24_growth_counter_goes_on_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    plugins = lambda: fp16cpu(64, growth_interval=2 * BATCHES + 3)  # noqa: E731
+    plugins = functools.partial(fp16cpu, 64, growth_interval=2 * BATCHES + 3)
     cpu(plugins=plugins(), callbacks=[scripted(), Save(path, "on_train_epoch_end", 1)], max_epochs=2).fit(Net())
     ap = scripted()
     watch = Watch(ap)
@@ -444,7 +451,7 @@ def test_a24_another_policy_goes_on_from_the_formats_with_a_warning(tmp_path: Pa
 
 
 def test_a24_formats_of_the_checkpoint_beat_those_of_a_new_start(tmp_path: Path) -> None:
-    """"After a resume, formats and knob values come from the checkpoint", not from the policy's first map."""
+    """Formats and knob values come from the checkpoint, not from the policy's first map."""
     path = saved(tmp_path, AutoPrecisionCallback(policy="fixed:bf16"))
     ap = AutoPrecisionCallback(policy="fixed:bf16", knobs=("precision",))
     task = Net()

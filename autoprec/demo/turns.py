@@ -6,11 +6,12 @@ that is gone.
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TypeVar
@@ -43,9 +44,8 @@ class Worker:
     def __init__(self, task: Task, arm: Arm, seed: int, threads: int, logs: Path) -> None:
         self.result = RunResult(task.name, arm.name, seed, arm.formats)
         self._log = logs / f"{task.name}-{arm.name}-{seed}.log"
-        # one server imports torch and lightning, and every run is forked from it; elsewhere that is not safe
+        # every run is forked from one server that has imported torch and lightning; elsewhere that is not safe
         context = get_context("forkserver") if sys.platform == "linux" else get_context("spawn")
-        context.set_forkserver_preload(["torch", "lightning.pytorch", "autoprec.demo.worker"])
         self._connection, other = context.Pipe()
         self._process = context.Process(target=serve, args=(task, arm, seed, threads, other, self._log), daemon=True)
         self._process.start()
@@ -98,12 +98,25 @@ class Worker:
 @contextmanager
 def open_workers(task: Task, threads: int, logs: Path) -> Iterator[list[Worker]]:
     """Starts one process for each run of the task and ends them all on the way out."""
+    if sys.platform == "linux":
+        _start_server()
     with ExitStack() as stack:
         workers = []
         for arm, seed in task.runs:
             workers.append(Worker(task, arm, seed, threads, logs))
             stack.callback(workers[-1].kill)
         yield workers
+
+
+def _start_server() -> None:
+    forkserver.set_forkserver_preload(["torch", "lightning.pytorch", "autoprec.demo.worker"])
+    resource_tracker.ensure_running()
+    # the server inherits the mask: Ctrl-C is for this process alone, also while the server imports
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def run_in_turns(
