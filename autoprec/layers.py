@@ -12,30 +12,32 @@ unit before them.
 
 from __future__ import annotations
 
-import copy
-import copyreg
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.parameter import is_lazy
 
+from autoprec.lookalike import lookalike, undo_lookalike
 from autoprec.runners import Runner, make_runner
-from autoprec.units import Unit
+from autoprec.units import Unit, kind_of
 
 # formats whose range is short enough to watch the output in every step
 _WATCHED = ("fp16", "fp8", "int8")
 
 
 class Record(NamedTuple):
-    """Range of one tensor: unit name, whether it went in or came out, ``[2]`` (minimum, maximum), element count."""
+    """Range of one tensor: unit name, whether it went in or came out, ``[2]`` (minimum, maximum), multiplications."""
 
     name: str
     is_input: bool
     bounds: Tensor
-    numel: int
+    compute: float
 
 
 class Runtime:
@@ -66,21 +68,22 @@ class Runtime:
         self.untouched: set[str] = set()
         self.on_output: Callable[[str, Tensor], None] | None = None
 
-    def record(self, name: str, is_input: bool, value: Any) -> None:
+    def record(self, state: ModuleState, is_input: bool, value: Any) -> None:
         """Notes the range of the first tensor in ``value``; no synchronisation with the device."""
         tensor = _first_tensor(value)
         if tensor is not None and tensor.is_floating_point() and tensor.numel():
             bounds = torch.stack([bound.float() for bound in torch.aminmax(tensor.detach())])
-            self.records.append(Record(name, is_input, bounds, tensor.numel()))
+            self.records.append(Record(state.name, is_input, bounds, tensor.numel() * state.fan_in))
 
 
 class ModuleState:
     """What a steered module carries: its unit's name, the shared runtime and how it runs now."""
 
-    __slots__ = ("is_watched", "name", "run", "runtime")
+    __slots__ = ("fan_in", "is_watched", "name", "run", "runtime")
 
-    def __init__(self, name: str, runtime: Runtime) -> None:
+    def __init__(self, name: str, runtime: Runtime, fan_in: float) -> None:
         self.name = name
+        self.fan_in = fan_in
         self.runtime = runtime
         self.run: Runner | None = None
         self.is_watched = False
@@ -104,7 +107,7 @@ def attach(units: Sequence[Unit], runtime: Runtime) -> dict[str, str]:
             for module in unit.modules:
                 if "_autoprec" not in module.__dict__:
                     module.__class__ = _steered_class(type(module))
-                module.__dict__["_autoprec"] = ModuleState(unit.name, runtime)
+                module.__dict__["_autoprec"] = ModuleState(unit.name, runtime, _fan_in(module))
         except TypeError as error:
             detach([unit])
             refused[unit.name] = f"its class cannot be extended ({error})"
@@ -116,9 +119,7 @@ def detach(units: Sequence[Unit]) -> None:
     for unit in units:
         for module in unit.modules:
             module.__dict__.pop("_autoprec", None)
-            base = type(module).__dict__.get("_autoprec_base")
-            if base is not None:
-                module.__class__ = base
+            undo_lookalike(module)
 
 
 def set_format(unit: Unit, format_name: str | None) -> None:
@@ -138,25 +139,29 @@ def set_format(unit: Unit, format_name: str | None) -> None:
             state.run = make_runner(module, format_name, is_emulated, runtime.device_type, runtime.clamp_output)
 
 
-_classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+def _fan_in(module: nn.Module) -> float:
+    """Multiplications per element that a layer returns."""
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and isinstance(module, _ConvTransposeNd):
+        return weight.numel() / module.out_channels / math.prod(module.stride)
+    if isinstance(weight, Tensor) and kind_of(module) in ("linear", "conv"):
+        return weight.numel() / weight.shape[0]
+    if kind_of(module) in ("embedding", "norm"):
+        return 0.0
+    width = getattr(module, "hidden_size", None) or getattr(module, "embed_dim", None)
+    matrices = [p for p in module.parameters() if not is_lazy(p) and p.ndim > 1]
+    return sum(p.numel() for p in matrices) / float(width or max((p.shape[0] for p in matrices), default=1))
+
+
+# one class for all layers of a kind, as long as one is steered
+_classes: WeakValueDictionary[type[nn.Module], type[nn.Module]] = WeakValueDictionary()
 
 
 def _steered_class(cls: type[nn.Module]) -> type[nn.Module]:
-    if "_autoprec_base" in cls.__dict__:
-        return cls
     if cls not in _classes:
-        body = {
-            "forward": _steered_forward(cls.forward),
-            "__reduce_ex__": _reduce_as(cls),
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__doc__": cls.__doc__,
-            "_autoprec_base": cls,
-        }
-        if hasattr(cls, "__deepcopy__"):  # others are copied through __reduce_ex__
-            body["__deepcopy__"] = _deepcopy_as(cls)
-        metaclass: Any = type(cls)
-        _classes[cls] = metaclass(cls.__name__, (cls,), body)
+        steered = lookalike(cls, "forward", _steered_forward)
+        _classes[cls] = steered
+        return steered
     return _classes[cls]
 
 
@@ -176,45 +181,16 @@ def _steered_forward(base_forward: Runner) -> Runner:
     return forward
 
 
-def _reduce_as(cls: type[nn.Module]) -> Runner:
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        reduced: Any = _plain_twin(self, cls).__reduce_ex__(protocol)
-        if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            # the form that names no helper of ours and does not compare classes, so the pickle loads without autoprec
-            reduced = (copyreg._reconstructor, (cls, object, None), *reduced[2:])  # type: ignore[attr-defined]
-        return reduced
-
-    return __reduce_ex__
-
-
-def _deepcopy_as(cls: type[nn.Module]) -> Runner:
-    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = copied = copy.deepcopy(_plain_twin(self, cls), memo)
-        return copied
-
-    return __deepcopy__
-
-
-def _plain_twin(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
-    """The module as its own class and without our state, sharing everything else."""
-    twin = object.__new__(cls)
-    twin.__dict__.update({key: value for key, value in module.__dict__.items() if key != "_autoprec"})
-    for name in copyreg._slotnames(cls):  # type: ignore[attr-defined]
-        if hasattr(module, name):
-            object.__setattr__(twin, name, getattr(module, name))
-    return twin
-
-
 def _call(state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     runtime, run = state.runtime, state.run
     assert run is not None
     if torch.compiler.is_compiling() or not runtime.is_recording:
         return run(module, *args, **kwargs)
     if runtime.records_inputs:
-        runtime.record(state.name, True, (args, kwargs))
+        runtime.record(state, True, (args, kwargs))
     output = run(module, *args, **kwargs)
     if runtime.records_all or state.is_watched:
-        runtime.record(state.name, False, output)
+        runtime.record(state, False, output)
     if runtime.on_output is not None:
         tensor = _first_tensor(output)
         if tensor is not None:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from autoprec.autocast import set_ambient
 from autoprec.formats import FORMATS, get_format
+from autoprec.lookalike import plain_class
 from autoprec.ops import embedding as round_embedding
 from autoprec.ops import fake_quantize
 from autoprec.ops import linear as low_linear
@@ -39,7 +40,7 @@ def make_runner(
         clamp: Limit on the magnitude of low-precision outputs, ``None`` for none.
     """
     number_format = get_format(format_name)
-    cls = type(module).__dict__.get("_autoprec_base", type(module))
+    cls = plain_class(module)
     kind = kind_of(module)  # a tied unit or a block mixes kinds
     if kind == "norm":
         run = _norm_runner(module, cls, number_format.compute_dtype)

@@ -7,10 +7,12 @@ as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoprec.config import AutoPrecisionConfig
+from autoprec.lookalike import lookalike, undo_lookalike
 
 
 class ScheduleHold:
@@ -42,7 +44,7 @@ class ScheduleHold:
     def detach(self) -> None:
         """Gives all schedules their own class back."""
         for scheduler in self._schedulers:
-            scheduler.__class__ = type(scheduler).__dict__["_autoprec_base"]
+            undo_lookalike(scheduler)
         self._schedulers.clear()
         self._skipped.clear()
 
@@ -55,14 +57,14 @@ class ScheduleHold:
         return id(optimizer) in self._skipped and (is_automatic or self.is_in_training_step)
 
     def _swap(self, scheduler: Any, is_automatic: bool) -> None:
-        cls, hold = type(scheduler), self
-        if "_autoprec_base" in cls.__dict__:
-            return
+        hold = self
 
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return None if hold._holds(self, is_automatic) else cls.step(self, *args, **kwargs)
+        def make(base_step: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(base_step)
+            def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+                return None if hold._holds(scheduler, is_automatic) else base_step(scheduler, *args, **kwargs)
 
-        body = {"step": step, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "_autoprec_base": cls}
-        metaclass: Any = type(cls)
-        scheduler.__class__ = metaclass(cls.__name__, (cls,), body)
+            return step
+
+        scheduler.__class__ = lookalike(type(scheduler), "step", make)
         self._schedulers.append(scheduler)

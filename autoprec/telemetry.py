@@ -68,7 +68,6 @@ class Telemetry:
         self.norms: deque[float] = deque(maxlen=norm_window)
         self.outcomes: deque[int] = deque(maxlen=WINDOW)  # 1 applied, 0 skipped
         self.clipped: deque[int] = deque(maxlen=WINDOW)
-        self._fan_in = {unit.name: _fan_in(unit) for unit in units}
         self._unit_of = {id(p): unit.name for unit in units for p in unit.parameters}
         self._pending_losses: list[Tensor] = []
         self._pending_norms: deque[tuple[list[str | None], Tensor]] = deque(maxlen=WINDOW)
@@ -147,7 +146,7 @@ class Telemetry:
                 amax[record.name] = max(amax.get(record.name, 0.0), value)
             else:
                 self.units[record.name].overflow_count += 1
-            compute[record.name] = compute.get(record.name, 0.0) + record.numel * self._fan_in[record.name]
+            compute[record.name] = compute.get(record.name, 0.0) + record.compute
         for name, value in amax.items():
             self.units[name].act_amax.append(value)
         for name, value in compute.items():
@@ -222,14 +221,3 @@ def _lost_below(format_name: str | None, loss_scale: float) -> float:
     # fp8 and int8 tensors are scaled by their own amax, and what they return is bf16
     wide = get_format("bf16") if number_format.is_scaled or number_format.is_integer else number_format
     return 0.5 * wide.smallest_subnormal / loss_scale
-
-
-def _fan_in(unit: Unit) -> float:
-    """Multiplications per output element."""
-    if unit.kind in ("embedding", "norm"):
-        return 0.0
-    first = unit.modules[0]
-    weight = getattr(first, "weight", None)
-    width = weight.shape[0] if isinstance(weight, Tensor) and weight.ndim > 1 else None
-    width = width or getattr(first, "hidden_size", None) or getattr(first, "embed_dim", None) or 1
-    return sum(p.numel() for p in unit.parameters if not nn.parameter.is_lazy(p)) / float(width)

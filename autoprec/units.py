@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from autoprec.formats import FORMATS, rank
 from autoprec.hardware import native_formats
+from autoprec.lookalike import plain_class
 
 _NORMS = tuple(
     getattr(nn, name) for name in ("LayerNorm", "GroupNorm", "LocalResponseNorm", "RMSNorm") if hasattr(nn, name)
@@ -280,9 +281,7 @@ _EXACT = (
 
 def is_exact(module: nn.Module) -> bool:
     """Whether the module is exactly a torch layer whose forward ``layers`` may replace: no subclass, no own forward."""
-    cls = type(module)
-    base = cls.__bases__[0] if "_autoprec_base" in cls.__dict__ else cls
-    return base in _EXACT and "forward" not in module.__dict__ and not is_parametrized(module)
+    return plain_class(module) in _EXACT and "forward" not in module.__dict__ and not is_parametrized(module)
 
 
 def _reason_to_leave(module: nn.Module, root: nn.Module) -> str | None:

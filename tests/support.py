@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -55,6 +57,23 @@ def scripted(
     return AutoPrecisionCallback(policy=ScriptedController(steps=steps, epochs=epochs), config=config, **kwargs)
 
 
+class Climber(ScriptedController):
+    """Moves every row up at each decision and keeps the observations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observations: list[Any] = []
+
+    def decide(self, observation: Any) -> Any:
+        self.observations.append(observation)
+        return np.ones(len(observation), dtype=np.int64)
+
+
+def all_in(name: str) -> Action:
+    """Every layer with a weight matrix in one format."""
+    return Action(precision={"*": name})
+
+
 def squares(net: nn.Module, batch: Tensor, index: int) -> Tensor:
     """Mean of the squared outputs."""
     output: Tensor = net(batch)
@@ -64,6 +83,12 @@ def squares(net: nn.Module, batch: Tensor, index: int) -> Tensor:
 def squares_but(net: nn.Module, batch: Tensor, index: int, *, bad: Iterable[int], factor: float = math.inf) -> Tensor:
     """The same, multiplied by ``factor`` in the batches named."""
     return squares(net, batch, index) * (factor if index in set(bad) else 1.0)
+
+
+def mean_of(net: nn.Module, batch: Tensor, index: int) -> Tensor:
+    """Its gradients are ones in every format, so that nothing but a wrong scale can change them."""
+    output: Tensor = net(batch)
+    return output.float().mean()
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -229,3 +254,17 @@ def stops_for_good() -> Iterator[pytest.ExceptionInfo[RuntimeError]]:
 
     with pytest.warns(UserWarning, match="everything runs in fp32"), pytest.raises(NonFiniteTrainingError) as caught:
         yield caught
+
+
+def user_skipped(ap: AutoPrecisionCallback) -> int:
+    """Windows without a loss."""
+    assert ap.steering is not None
+    return ap.steering.user_skipped_steps
+
+
+def reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """Lets the table that fit prints be read."""
+    for name in ("lightning", "lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+    caplog.set_level(logging.INFO)
+    return lambda: "\n".join(r.getMessage() for r in caplog.records if "autoprec" in r.getMessage())
