@@ -158,11 +158,11 @@ _classes: WeakValueDictionary[type[nn.Module], type[nn.Module]] = WeakValueDicti
 
 
 def _steered_class(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _classes:
+    steered = _classes.get(cls)
+    if steered is None:
         steered = lookalike(cls, "forward", _steered_forward)
         _classes[cls] = steered
-        return steered
-    return _classes[cls]
+    return steered
 
 
 def _steered_forward(base_forward: Runner) -> Runner:
