@@ -27,6 +27,7 @@ class Gradients:
         parameters: Parameters with a gradient.
         norms: ``[n]``, float32, norm of each gradient before clipping.
         total: Global norm before clipping; inf or NaN if an entry is not finite.
+        is_finite: Whether every entry is finite, and their norm.
         is_clipped: Whether a threshold acted.
     """
 
@@ -40,15 +41,31 @@ class Gradients:
                 scale_(scaled, inv_scale)
         self.measure()
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether every entry is finite, and their norm."""
-        return math.isfinite(self.total)
+    def measure(self) -> None:
+        """Measures the gradients as they are now; for when somebody may have written them without a trace."""
+        self.parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
+        grads = self._grads()
+        self.norms = grad_norms(grads)
+        self._total = global_norm(grads, self.norms)
+        self.total = float(self._total)
+        self.is_finite = math.isfinite(self.total)
+        self._measured = self._marks()
 
-    def recheck(self) -> None:
-        """Measures again if a gradient was written or replaced since the last measurement."""
-        if self._marks() != self._measured:
-            self.measure()
+    def after_foreign_code(self, leaves_traces: bool, keeps_norms: bool) -> None:
+        """Looks at the gradients again after code that may have written or replaced them.
+
+        Args:
+            leaves_traces: Trust that a write shows in a gradient's identity or version. A write through ``.data`` or
+                numpy does not.
+            keeps_norms: Only check that all is finite; ``norms`` and ``total`` stay those from before clipping.
+        """
+        if leaves_traces and self._marks() == self._measured:
+            return
+        norms, total, tensor = self.norms, self.total, self._total
+        count = len(self.parameters)
+        self.measure()
+        if keeps_norms and self.is_finite and count == len(self.parameters):
+            self.norms, self.total, self._total = norms, total, tensor
 
     def clip_norm_(self, threshold: float) -> None:
         """Scales all gradients so that their global norm does not exceed ``threshold`` (torch's formula and bits)."""
@@ -75,15 +92,6 @@ class Gradients:
 
     def _grads(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-
-    def measure(self) -> None:
-        """Measures the gradients as they are now; for when somebody may have written them without a trace."""
-        self.parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
-        grads = self._grads()
-        self.norms = grad_norms(grads)
-        self._total = global_norm(grads, self.norms)
-        self.total = float(self._total)
-        self._measured = self._marks()
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in self.parameters]

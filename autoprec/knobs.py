@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from autoprec.action import Action
+from autoprec.base import Base
 from autoprec.config import AutoPrecisionConfig
 from autoprec.formats import get_format, nearest, rank, widest
 from autoprec.guard import Guard
@@ -23,22 +23,8 @@ from autoprec.loss_scale import LossScale
 from autoprec.units import Unit, resolve
 
 KNOBS: tuple[Knob, ...] = ("precision", "loss_scale", "batch_size", "clip")
+CLIPS_BY_VALUE = "the Trainer clips by value; the threshold on the norm does not apply"
 _BATCH_REASON = "the batch size is not steered yet; set it on the DataLoader"
-
-
-@dataclass(frozen=True)
-class Base:
-    """What the Trainer ran before autoprec took over.
-
-    Attributes:
-        precision: Lightning's name, ``"32-true"``, ``"bf16-mixed"`` ...
-        format: Format of the layers under it; ``None`` if layers cannot be steered there.
-        clip: The Trainer's clip threshold on the norm, ``None`` if it has none.
-    """
-
-    precision: str = "32-true"
-    format: str | None = "fp32"
-    clip: float | None = None
 
 
 # unit (None: no such unit), requested format, outcome and reason (empty: as asked)
@@ -241,6 +227,23 @@ class Knobs:
         if math.isinf(before) and math.isfinite(self.clip):
             reason = f"from now on {clip.multiplier} x the running median of the gradient norm"
             self._record(step, "clip", None, before, self.clip, self.clip, "applied", reason)
+
+    def take_trainer_clip(self, value: float | None, is_by_norm: bool, step: int) -> None:
+        """Takes over a threshold that user code sets on the Trainer in mid-run.
+
+        Args:
+            value: ``trainer.gradient_clip_val``, ``None`` or 0 for off.
+            is_by_norm: Whether it limits the norm, not single entries.
+            step: Index of the current window.
+        """
+        if "clip" in self.masked:
+            return
+        if not is_by_norm:
+            self.masked["clip"] = CLIPS_BY_VALUE
+            return
+        before, self.clip = self.clip, float(value) if value else math.inf
+        self.clip_follows_median = False
+        self._record(step, "clip", None, before, self.clip, self.clip, "applied", "set on the Trainer")
 
     def change_formats(self, changes: Mapping[str, str], applied_steps: int) -> None:
         """Sets formats without asking or recording."""

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from autoprec.knobs import KNOBS, Knobs
+from autoprec.knobs import CLIPS_BY_VALUE, KNOBS, Knobs
 from autoprec.plugins import base_format
 
 
@@ -33,7 +33,7 @@ def masks_of(root: pl.LightningModule, trainer: pl.Trainer, base: Precision, wan
     elif is_overridden("configure_gradient_clipping", root):
         masks.setdefault("clip", "the module overrides `configure_gradient_clipping`")
     elif trainer.gradient_clip_val and trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-        masks.setdefault("clip", "the Trainer clips by value; the threshold on the norm does not apply")
+        masks.setdefault("clip", CLIPS_BY_VALUE)
     return masks
 
 
@@ -58,12 +58,11 @@ def clip_of(trainer: pl.Trainer) -> float | None:
 
 
 def has_gradient_hooks(root: pl.LightningModule, callbacks: Sequence[pl.Callback]) -> bool:
-    """Whether code outside Lightning sees the gradients just before the step and may write them.
+    """Whether code outside Lightning sees the gradients just before clipping and may write them.
 
     A write through ``.data`` or numpy leaves no trace in the tensor's version, so gradients are measured again then.
     """
-    names = ("on_before_optimizer_step", "configure_gradient_clipping")
-    if any(is_overridden(name, root) for name in names):
+    if is_overridden("on_before_optimizer_step", root):
         return True
     foreign = [type(c) for c in callbacks if not type(c).__module__.startswith(("lightning.", "autoprec."))]
     return any(cls.on_before_optimizer_step is not pl.Callback.on_before_optimizer_step for cls in foreign)

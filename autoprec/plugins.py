@@ -18,6 +18,7 @@ _REFUSED = {
     "XLAPrecision": "XLA compiles the whole step",
     "FSDPPrecision": "FSDP shards parameters under one dtype per group, which is not supported yet",
 }
+_REPLACED = ("pre_backward", "post_backward", "optimizer_step", "clip_gradients", "_after_closure", "_clip_gradients")
 _FORMATS = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
@@ -26,14 +27,33 @@ def check_base(plugin: Precision) -> Precision:
 
     Raises:
         MisconfigurationException: If the plugin does its own precision. Names both settings.
+        TypeError: If it is no precision plugin.
     """
+    if not isinstance(plugin, Precision):
+        raise TypeError(
+            f"Passed `base={plugin!r}` of type `{type(plugin).__qualname__}`. It must be a"
+            " `lightning.pytorch.plugins.precision.Precision`, for instance `MixedPrecision('bf16-mixed', 'cpu')`."
+        )
     for cls in type(plugin).__mro__:
         if cls.__name__ in _REFUSED:
             raise MisconfigurationException(
                 f"`{cls.__name__}` and autoprec cannot be used together: {_REFUSED[cls.__name__]}."
                 " Choose one: another `Trainer(precision=...)`, or no autoprec."
             )
+    _check_methods(plugin)
     return plugin
+
+
+def _check_methods(plugin: Precision) -> None:
+    """Refuses a user's own plugin whose methods autoprec would replace without a word."""
+    cls = type(plugin)
+    origin = next(base for base in cls.__mro__ if base.__module__.startswith("lightning."))
+    for name in _REPLACED:
+        if getattr(cls, name) is not getattr(origin, name):
+            raise MisconfigurationException(
+                f"`{cls.__qualname__}` overrides `{name}`, which autoprec replaces. Choose one: that plugin, or"
+                f" autoprec on top of Lightning's own `{origin.__qualname__}`."
+            )
 
 
 def base_format(plugin: Precision) -> str | None:

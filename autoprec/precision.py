@@ -14,25 +14,25 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from autoprec.action import Action
-from autoprec.autocast import ambient, float32_recomputation
+from autoprec.base import Base
 from autoprec.config import AutoPrecisionConfig
 from autoprec.gradients import Gradients, StepUndo
-from autoprec.knobs import KNOBS, Base
+from autoprec.knobs import KNOBS
 from autoprec.masks import clip_of, has_gradient_hooks, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
+from autoprec.regions import formats_region, recomputation_region
 from autoprec.retry import StepRetry
 from autoprec.steering import Steering
-from autoprec.trial import Trial
 from autoprec.units import find_units
 
 
@@ -83,6 +83,8 @@ class AutoPrecision(Precision):
         self._closure_calls = 0
         self._retry: StepRetry | None = None
         self._has_hooks = False
+        self._overrides_clipping = False
+        self._trainer_clip: tuple[Any, Any] = (None, None)
 
     # ---- set-up ----
 
@@ -94,6 +96,8 @@ class AutoPrecision(Precision):
             self.release()
             self.steering = self._steering_of(module, trainer)
             self._has_hooks = has_gradient_hooks(module, _callbacks_of(trainer))
+            self._overrides_clipping = is_overridden("configure_gradient_clipping", module)
+            self._trainer_clip = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
             if self.initial_formats:
                 self.steering.apply(Action(precision=self.initial_formats), "initial formats")
             if "precision" not in self.steering.knobs.masked:
@@ -182,7 +186,7 @@ class AutoPrecision(Precision):
         steering.begin_step()
         steering.schedules.is_in_training_step = True
         try:
-            with self.base.train_step_context(), _formats_context(steering, is_training=True):
+            with self.base.train_step_context(), formats_region(steering, is_training=True):
                 yield
         finally:
             steering.schedules.is_in_training_step = False
@@ -195,7 +199,7 @@ class AutoPrecision(Precision):
             with self.base.val_step_context():
                 yield
             return
-        with self.base.val_step_context(), _formats_context(steering, is_training=False):
+        with self.base.val_step_context(), formats_region(steering, is_training=False):
             yield
 
     @contextlib.contextmanager
@@ -232,7 +236,7 @@ class AutoPrecision(Precision):
         if steering is None:
             self.base.backward(tensor, model, optimizer, *args, **kwargs)
             return
-        with steering.scaled_backward(model), _recomputation_context(steering):
+        with steering.scaled_backward(model), recomputation_region(steering):
             self.base.backward(tensor, model, optimizer, *args, **kwargs)
 
     # ---- step ----
@@ -275,15 +279,16 @@ class AutoPrecision(Precision):
             self._gradients.pop(id(optimizer), None)
         self._closure_calls += 1
         result = closure()
-        is_known = id(optimizer) in self._gradients  # the user has clipped already, and may have done more since
+        is_clipped_by_user = id(optimizer) in self._gradients
         gradients = self._unscaled(steering, optimizer)
         if result is None and model.automatic_optimization and not gradients.parameters:
             steering.user_skipped_steps += 1
-        self._after_closure(model, optimizer)
-        if is_known or self._has_hooks:
-            gradients.measure()
-        else:
-            gradients.recheck()
+        trainer = model.trainer
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        gradients.after_foreign_code(leaves_traces=not self._has_hooks, keeps_norms=is_clipped_by_user)
+        self._clip(steering, model, optimizer)
+        gradients.after_foreign_code(leaves_traces=not self._overrides_clipping, keeps_norms=True)
         if not gradients.is_finite:
             raise _StepSkipped(result)
         if steering.is_sampling and gradients.parameters:
@@ -300,18 +305,17 @@ class AutoPrecision(Precision):
         self._gradients[id(optimizer)] = gradients
         return gradients
 
-    def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
+    def _clip(self, steering: Steering, model: pl.LightningModule, optimizer: Any) -> None:
         trainer = model.trainer
-        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
-        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
-        steering = self._active
-        if steering is not None and "clip" not in steering.knobs.masked:
-            # the module's hook refuses values other than the Trainer's; it is not overridden, else the knob is masked
-            if math.isfinite(steering.knobs.clip):
-                self.clip_gradients(optimizer, steering.knobs.clip)
-            return
         value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        self._clip_gradients(model, optimizer, value, gradient_clip_algorithm=algorithm)
+        if (value, algorithm) != self._trainer_clip:
+            self._trainer_clip = (value, algorithm)
+            steering.take_trainer_clip(value, algorithm != GradClipAlgorithmType.VALUE)
+        if "clip" in steering.knobs.masked:
+            self._clip_gradients(model, optimizer, value, gradient_clip_algorithm=algorithm)
+        elif math.isfinite(steering.knobs.clip):
+            # the module's own hook would refuse values other than the Trainer's; it is not overridden here
+            self.clip_gradients(optimizer, steering.knobs.clip)
 
     def clip_gradients(
         self,
@@ -333,7 +337,7 @@ class AutoPrecision(Precision):
             self.base.clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
             return
         gradients = self._unscaled(steering, getattr(optimizer, "optimizer", optimizer))
-        gradients.recheck()
+        gradients.after_foreign_code(leaves_traces=True, keeps_norms=False)
         if not gradients.is_finite:
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
@@ -369,46 +373,6 @@ class AutoPrecision(Precision):
         if self.steering is not None and getattr(self.base, "scaler", None) is not None:
             state = self.steering.knobs.loss_scale.state_dict()
             checkpoint["MixedPrecision"] = {key: value for key, value in state.items() if key != "enabled"}
-
-
-@contextlib.contextmanager
-def _recomputation_context(steering: Steering) -> Generator[None, None, None]:
-    if not steering.knobs.is_steering:
-        yield
-        return
-    runtime = steering.runtime
-    was = runtime.is_active, runtime.is_recording
-    runtime.is_active, runtime.is_recording = True, False
-    try:
-        with float32_recomputation(runtime.device_type):
-            yield
-    finally:
-        runtime.is_active, runtime.is_recording = was
-
-
-@contextlib.contextmanager
-def _formats_context(steering: Steering, is_training: bool) -> Generator[None, None, None]:
-    knobs, runtime = steering.knobs, steering.runtime
-    if not knobs.is_steering:
-        yield
-        return
-    trial = steering.trial if is_training else Trial()  # evaluation is rare, so all of it may be a trial
-    runtime.is_active, runtime.is_recording = True, is_training
-    runtime.on_output = trial.note_output if is_training and trial is not None else None
-    # the fused inference path of TransformerEncoderLayer reads weights past the layers
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with (
-            ambient(runtime.device_type, knobs.ambient_dtype),
-            float32_recomputation(runtime.device_type),
-            trial or contextlib.nullcontext(),
-        ):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
-        runtime.is_active = runtime.is_recording = False
-        runtime.on_output = None
 
 
 def _check_knobs(knobs: Sequence[str]) -> tuple[str, ...]:

@@ -17,12 +17,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from autoprec.action import Action
+from autoprec.base import Base
 from autoprec.buffers import BufferShadow
 from autoprec.config import AutoPrecisionConfig
 from autoprec.gradients import BARE_BACKWARD, Gradients, ScaleMarks
 from autoprec.guard import NonFiniteTrainingError, Verdict
 from autoprec.history import History
-from autoprec.knobs import Base, Knobs
+from autoprec.knobs import Knobs
 from autoprec.layers import Runtime, attach, detach
 from autoprec.locate import Locator, first_overflow
 from autoprec.loss_scale import LossScale
@@ -195,6 +196,10 @@ class Steering:
         rest = self.knobs.check(action, self.window, self.applied_steps, self.telemetry.median_norm)
         if not rest.is_empty:
             self._pending.append(rest)
+
+    def take_trainer_clip(self, value: float | None, is_by_norm: bool) -> None:
+        """Takes over a threshold that user code sets on the Trainer in mid-run."""
+        self.knobs.take_trainer_clip(value, is_by_norm, self.window)
 
     def apply_pending(self) -> None:
         """Applies what was requested inside the last window; called at a boundary."""

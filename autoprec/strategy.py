@@ -61,6 +61,19 @@ class AutoPrecisionStrategy(SingleDeviceStrategy):
             self._root_device = self._devices[0]
 
     @property
+    def num_nodes(self) -> int:
+        """Always 1; Lightning's connector assigns what the Trainer was given."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes > 1:
+            raise MisconfigurationException(
+                f"`Trainer(strategy='autoprec', num_nodes={num_nodes})`: this strategy runs on one device. Use"
+                " `num_nodes=1`; several nodes need `strategy='ddp'`."
+            )
+
+    @property
     def precision_plugin(self) -> Precision:
         """The ``AutoPrecision`` plugin."""
         if not isinstance(self._precision_plugin, AutoPrecision):

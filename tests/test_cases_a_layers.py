@@ -55,8 +55,10 @@ def tied_task(**kwargs: Any) -> Task:
     return Task(TiedModel(), torch.randint(0, 16, (32, 5)), loss=next_token, **kwargs)
 
 
-def test_a09_contradicting_request_goes_to_the_widest() -> None:
-    ap, task = scripted({0: Action(precision={"net.head": "int8", "net.emb": "fp32"})}), tied_task()
+@pytest.mark.parametrize("is_widest_last", [True, False])
+def test_a09_contradicting_request_goes_to_the_widest(is_widest_last: bool) -> None:
+    request = {"net.head": "int8", "net.emb": "fp32"} if is_widest_last else {"net.head": "fp32", "net.emb": "int8"}
+    ap, task = scripted({0: all_in("bf16"), 1: Action(precision=request)}), tied_task()
     net: Any = task.net
     keys, before = list(task.state_dict()), net.emb.weight
     trainer = cpu(callbacks=[ap])
@@ -82,6 +84,7 @@ def test_a09_contradicting_request_goes_to_the_widest() -> None:
         ({"net.head": "bf16", "net.emb": "bf16"}, "bf16"),
         ({"net.emb": "fp16", "net.head": "bf16"}, "bf16"),
         ({"net.head": "int8", "net.emb": "fp16"}, "fp16"),
+        ({"net.emb": "bf16", "net.head": "int8"}, "bf16"),
         ({"*": "int8", "net.head": "bf16"}, "bf16"),
         ({"net.*": "fp16"}, "fp16"),
     ],
@@ -108,7 +111,7 @@ def test_a09_contradiction_between_windows_is_a_change_of_the_group() -> None:
 
 def test_a09_contradiction_in_a_deferred_request() -> None:
     ap, task = scripted({0: all_in("bf16")}), tied_task()
-    ask = Ask(ap, "on_before_backward", 0, Action(precision={"net.head": "int8", "net.emb": "fp16"}))
+    ask = Ask(ap, "on_before_backward", 0, Action(precision={"net.head": "fp16", "net.emb": "int8"}))
     cpu(callbacks=[ap, ask]).fit(task)
     assert ap.precision_map()["net.emb"] == "fp16"
     decision = ap.history.last("precision", "net.emb")

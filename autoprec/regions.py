@@ -1,0 +1,64 @@
+"""The regions in which layers run in their formats: training steps, evaluation on request, recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from autoprec.autocast import ambient, float32_recomputation
+from autoprec.steering import Steering
+from autoprec.trial import Trial
+
+
+@contextmanager
+def recomputation_region(steering: Steering) -> Iterator[None]:
+    """Runs recomputations of activation checkpointing in the formats of the forward.
+
+    Args:
+        steering: State of the fit.
+    """
+    if not steering.knobs.is_steering:
+        yield
+        return
+    runtime = steering.runtime
+    was = runtime.is_active, runtime.is_recording
+    runtime.is_active, runtime.is_recording = True, False
+    try:
+        with float32_recomputation(runtime.device_type):
+            yield
+    finally:
+        runtime.is_active, runtime.is_recording = was
+
+
+@contextmanager
+def formats_region(steering: Steering, is_training: bool) -> Iterator[None]:
+    """Runs a step in the units' formats.
+
+    Args:
+        steering: State of the fit.
+        is_training: Whether outputs are recorded and the current trial goes on. Evaluation is rare, so all of it is a
+            trial.
+    """
+    knobs, runtime = steering.knobs, steering.runtime
+    if not knobs.is_steering:
+        yield
+        return
+    trial = steering.trial if is_training else Trial()
+    runtime.is_active, runtime.is_recording = True, is_training
+    runtime.on_output = trial.note_output if is_training and trial is not None else None
+    # the fused inference path of TransformerEncoderLayer reads weights past the layers
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            ambient(runtime.device_type, knobs.ambient_dtype),
+            float32_recomputation(runtime.device_type),
+            trial or nullcontext(),
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        runtime.is_active = runtime.is_recording = False
+        runtime.on_output = None

@@ -1,0 +1,610 @@
+"""Gradient clipping: bad norms, scaled gradients, illegal thresholds, whose clip it is, sparse and half gradients.
+
+Time budget: 40 s.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
+from torch.utils.data import DataLoader
+
+from autoprec import Action, AutoPrecisionCallback, AutoPrecisionConfig
+from autoprec.collect import read_globals
+from autoprec.config import ClipConfig
+from autoprec.encoding import encode, feature
+from autoprec.summary import summarize
+from tests.support import Lin, Manual, Task, Watch, cpu, fp16cpu, rows, scripted, squares, weights_of
+
+BAD = (math.inf, -math.inf, math.nan)
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class SignedStep(Optimizer):
+    """An optimizer that nobody knows."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["sum"] = state.get("sum", torch.zeros_like(parameter)) + parameter.grad
+                    parameter.data.add_(state["sum"].sign(), alpha=-group["lr"])
+        return loss
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adam": functools.partial(Adam, lr=0.1),
+    "fused adam": functools.partial(Adam, lr=0.1, fused=True),
+    "adamw": functools.partial(AdamW, lr=0.1),
+    "momentum": functools.partial(SGD, lr=0.1, momentum=0.9),
+    "rmsprop": functools.partial(RMSprop, lr=0.1),
+    "adagrad": functools.partial(Adagrad, lr=0.1),
+    "foreign": SignedStep,
+}
+
+
+class State(Callback):
+    """Keeps weights and optimizer state after every batch."""
+
+    def __init__(self) -> None:
+        self.weights: list[list[Tensor]] = []
+        self.moments: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.weights.append(weights_of(pl_module))
+        self.moments.append(copy.deepcopy([optimizer.state_dict() for optimizer in trainer.optimizers]))
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(same(a, b) for a, b in zip(left, right, strict=True))
+    return bool(left == right)
+
+
+def poisoned_by_a_hook(module: Task, bad: float, batch: int = 3) -> None:
+    """The gradient of one batch goes bad in the backward; its loss is finite."""
+    seen = iter(range(1000))
+
+    def hook(grad: Tensor) -> Tensor:
+        if next(seen) != batch:
+            return grad
+        grad = grad.clone()
+        grad.view(-1)[1] = bad
+        return grad
+
+    module.net.get_parameter("weight").register_hook(hook)
+
+
+def assert_batch_3_is_skipped(ap: AutoPrecisionCallback, state: State) -> None:
+    assert (ap.applied_steps, ap.skipped_steps) == (7, 1)
+    assert same(state.weights[3], state.weights[2])
+    assert same(state.moments[3], state.moments[2])
+    for before, after in ((1, 2), (3, 4)):
+        assert not same(state.weights[after], state.weights[before])
+    assert all(torch.isfinite(weight).all() for weight in state.weights[-1])
+
+
+# ---- c01: one bad entry must not be "clipped" ----
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_c01_a_non_finite_norm_skips_the_whole_step(bad: float, optimizer: MakeOptimizer) -> None:
+    module, ap, state = Lin(64, 8, optimizer=optimizer), scripted({0: Action(clip=1.0)}), State()
+    poisoned_by_a_hook(module, bad)
+    cpu(callbacks=[ap, state]).fit(module)
+    assert_batch_3_is_skipped(ap, state)
+    assert ap.clip_threshold == 1.0
+    assert len(rows(ap.history, "clip")) == 1
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_clip_val": 1.0}, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, {}],
+    ids=["norm", "value", "none"],
+)
+@pytest.mark.parametrize("knobs", [("precision", "loss_scale", "clip"), ()], ids=["steered", "masked"])
+def test_c01_whoever_clips(bad: float, options: dict[str, Any], knobs: tuple[str, ...]) -> None:
+    module = Lin(64, 8, optimizer=functools.partial(SGD, lr=0.01))
+    ap, state = AutoPrecisionCallback(knobs=knobs), State()
+    poisoned_by_a_hook(module, bad)
+    cpu(callbacks=[ap, state], **options).fit(module)
+    assert_batch_3_is_skipped(ap, state)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])
+def test_c01_in_low_precision(bad: float, name: str) -> None:
+    module, state = Lin(64, 8), State()
+    ap = scripted({0: Action(precision={"*": name}, clip=1.0)})
+    poisoned_by_a_hook(module, bad)
+    cpu(callbacks=[ap, state]).fit(module)
+    assert_batch_3_is_skipped(ap, state)
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_c01_under_manual_optimization(bad: float) -> None:
+    module, ap, state = Manual(nn.Linear(4, 1), torch.ones(64, 4), 8), AutoPrecisionCallback(), State()
+    poisoned_by_a_hook(module, bad)
+    cpu(callbacks=[ap, state]).fit(module)
+    assert_batch_3_is_skipped(ap, state)
+
+
+@pytest.mark.parametrize("bad_batch", [6, 7])
+def test_c01_a_bad_micro_batch_skips_its_whole_window(bad_batch: int) -> None:
+    module, ap, state = Lin(128, 8), scripted({0: Action(clip=1.0)}), State()
+    poisoned_by_a_hook(module, math.inf, bad_batch)
+    cpu(callbacks=[ap, state], accumulate_grad_batches=2).fit(module)
+    assert (ap.applied_steps, ap.skipped_steps) == (7, 1)
+    assert same(state.weights[7], state.weights[5])
+    assert not same(state.weights[9], state.weights[7])
+
+
+def fills(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.grad.fill_(math.nan)  # type: ignore[union-attr]
+
+
+def replaces(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.full_like(parameter, math.inf)
+
+
+def writes_data(parameter: nn.Parameter) -> None:
+    parameter.grad.data.div_(0.0)  # type: ignore[union-attr]
+
+
+def binds_data(parameter: nn.Parameter) -> None:
+    parameter.grad.data = torch.full_like(parameter, math.nan)  # type: ignore[union-attr]
+
+
+def writes_numpy(parameter: nn.Parameter) -> None:
+    parameter.grad.numpy()[:] = math.nan  # type: ignore[union-attr]
+
+
+WRITES = (fills, replaces, writes_data, binds_data, writes_numpy)
+
+
+class Writer(Callback):
+    def __init__(self, write: Callable[[nn.Parameter], None]) -> None:
+        self.write, self.calls = write, 0
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        if self.calls == 3:
+            self.write(next(pl_module.parameters()))
+        self.calls += 1
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("clip", [1.0, math.inf])
+def test_c01_non_finite_gradients_written_by_a_callback(write: Callable[[nn.Parameter], None], clip: float) -> None:
+    module, ap, state = Lin(64, 8), scripted({0: Action(clip=clip)}), State()
+    cpu(callbacks=[Writer(write), ap, state]).fit(module)
+    assert_batch_3_is_skipped(ap, state)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_c01_non_finite_gradients_written_by_the_modules_own_clipping(write: Callable[[nn.Parameter], None]) -> None:
+    class Clipping(Lin):
+        calls = 0
+
+        def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+            if self.calls == 3:
+                write(next(self.parameters()))
+            self.calls += 1
+
+    module, ap, state = Clipping(64, 8), AutoPrecisionCallback(), State()
+    cpu(callbacks=[ap, state]).fit(module)
+    assert_batch_3_is_skipped(ap, state)
+
+
+def test_c01_a_threshold_that_follows_the_median_is_not_moved_by_bad_norms() -> None:
+    module, state = Lin(320, 8, optimizer=functools.partial(SGD, lr=1e-4)), State()
+    ap = AutoPrecisionCallback()
+    for batch in (20, 25, 30):
+        poisoned_by_a_hook(module, math.inf, batch)
+    thresholds: list[float] = []
+
+    class Look(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            thresholds.append(ap.clip_threshold)
+
+    cpu(callbacks=[ap, state, Look()]).fit(module)
+    assert ap.skipped_steps == 3
+    assert all(math.isinf(value) for value in thresholds[:15])
+    assert thresholds[16:] == pytest.approx([thresholds[16]] * len(thresholds[16:]), rel=0.05)
+
+
+# ---- c02: what is clipped is unscaled ----
+
+
+class ManualClip(Manual):
+    def __init__(self, algorithm: str = "norm", threshold: float = 1.0) -> None:
+        super().__init__(nn.Linear(4, 1), torch.ones(8, 4), 8)
+        self.algorithm, self.threshold = algorithm, threshold
+        with torch.no_grad():
+            self.net.get_parameter("weight").fill_(3.0)
+            self.net.get_parameter("bias").fill_(1.0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(squares(self.net, batch, batch_idx))
+        self.clip_gradients(optimizer, self.threshold, self.algorithm)
+        optimizer.step()
+
+
+def change(module: LightningModule, trainer: Trainer) -> Tensor:
+    before = torch.cat([p.detach().clone().view(-1) for p in module.parameters()])
+    trainer.fit(module)
+    return torch.cat([p.detach().view(-1) for p in module.parameters()]) - before
+
+
+@pytest.mark.parametrize("scale", [1.0, 256.0, 1000.0, 2048.0])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_c02_manual_clipping_sees_unscaled_gradients(scale: float, algorithm: str) -> None:
+    expected = change(ManualClip(algorithm), cpu())
+    ap = AutoPrecisionCallback()
+    found = change(ManualClip(algorithm), cpu(plugins=fp16cpu(scale), callbacks=[ap]))
+    assert ap.applied_steps == 1
+    assert ap.loss_scale == scale
+    assert torch.allclose(found, expected, rtol=0.0, atol=1e-6)
+    if algorithm == "norm":
+        assert float(found.norm()) == pytest.approx(0.1, abs=1e-6)
+        assert float(found[:4].norm()) == pytest.approx(0.0894, abs=1e-4)
+
+
+def test_c02_fp16_chosen_by_the_script_is_clipped_alike() -> None:
+    ap = scripted({0: Action(precision={"*": "fp16"}, loss_scale=2.0**10)})
+    found = change(ManualClip(), cpu(callbacks=[ap]))
+    assert ap.loss_scale == 2.0**10
+    assert torch.allclose(found, change(ManualClip(), cpu()), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_c02_automatic_clipping_sees_unscaled_gradients(algorithm: str) -> None:
+    def trainer(**kwargs: Any) -> Trainer:
+        return cpu(gradient_clip_val=0.3, gradient_clip_algorithm=algorithm, **kwargs)
+
+    def module() -> Lin:
+        made = Lin(8, 8)
+        with torch.no_grad():
+            made.net.get_parameter("weight").fill_(3.0)
+            made.net.get_parameter("bias").fill_(1.0)
+        return made
+
+    found = change(module(), trainer(plugins=fp16cpu(1024), callbacks=[AutoPrecisionCallback()]))
+    assert torch.allclose(found, change(module(), trainer()), rtol=0.0, atol=1e-6)
+
+
+def test_c02_each_of_two_optimizers_is_clipped_by_itself() -> None:
+    class Two(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.nets = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+            for parameter in self.parameters():
+                nn.init.constant_(parameter, 2.0)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizers: Any = self.optimizers()
+            for net, optimizer in zip(self.nets, optimizers, strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(squares(net, batch, batch_idx))
+                self.clip_gradients(optimizer, 1.0, "norm")
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [SGD(net.parameters(), lr=0.1) for net in self.nets]
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(torch.ones(8, 4), batch_size=8)  # type: ignore[arg-type]
+
+    ap = AutoPrecisionCallback()
+    found = change(Two(), cpu(plugins=fp16cpu(256), callbacks=[ap]))
+    assert ap.applied_steps == 2
+    assert torch.allclose(found, change(Two(), cpu()), rtol=0.0, atol=1e-6)
+    assert [float(part.norm()) for part in found.chunk(2)] == pytest.approx([0.1, 0.1], abs=1e-6)
+
+
+# ---- c03: illegal thresholds ----
+
+
+def constant(net: nn.Module, batch: Tensor, index: int) -> Tensor:
+    """A loss whose gradient has norm 20 wherever the weights are."""
+    loss: Tensor = (net(batch) * 10.0).mean() - net.get_parameter("bias").sum() * 10.0
+    return loss
+
+
+def test_c03_illegal_values_are_refused_and_the_floor_keeps_training_alive() -> None:
+    script = {
+        0: Action(clip=40.0),
+        1: Action(clip=-1.0),
+        2: Action(clip=0.0),
+        3: Action(clip=math.nan),
+        4: Action(clip=None),
+        5: Action(clip=1e-12),
+        6: Action(clip=math.inf),
+    }
+    module, ap, watch = Lin(64, 8, loss=constant), scripted(script), Watch()
+    trainer = cpu(callbacks=[ap, watch])
+    trainer.fit(module)
+    found = [(row.step, row.requested, row.applied, row.outcome) for row in rows(ap.history, "clip")]
+    expected = [
+        (0, 40.0, 40.0, "applied"),
+        (1, -1.0, 40.0, "refused"),
+        (2, 0.0, 40.0, "refused"),
+        (3, pytest.approx(math.nan, nan_ok=True), 40.0, "refused"),
+        (5, 1e-12, pytest.approx(0.2), "limited"),
+        (6, math.inf, math.inf, "applied"),
+    ]
+    assert found == expected
+    assert all(row.reason for row in ap.history)
+    weights = [torch.cat([w.view(-1) for w in kept]) for kept in watch.weights]
+    steps = [float((after - before).norm()) for before, after in zip(weights, weights[1:], strict=False)]
+    assert steps == pytest.approx([2.0, 2.0, 2.0, 2.0, 0.02, 2.0, 2.0], rel=1e-4)
+    assert all(bool((after[:4] < before[:4]).all()) for before, after in zip(weights, weights[1:], strict=False))
+    assert trainer.gradient_clip_val is None
+
+
+def test_c03_before_any_norm_is_known_a_tiny_threshold_is_taken_and_then_limited() -> None:
+    """Without a median there is no floor; the request itself is positive and on record."""
+    ap = scripted({0: Action(clip=1e-12), 4: Action(clip=1e-12)})
+    cpu(callbacks=[ap]).fit(Lin(64, 8, loss=constant))
+    assert [row.outcome for row in rows(ap.history, "clip")] == ["applied", "limited"]
+    assert ap.clip_threshold == pytest.approx(0.2)
+
+
+def test_c03_the_floor_is_a_setting() -> None:
+    config = AutoPrecisionConfig(clip=ClipConfig(floor=0.5))
+    ap = scripted({3: Action(clip=1.0)}, config=config)
+    cpu(callbacks=[ap]).fit(Lin(64, 8, loss=constant))
+    assert ap.clip_threshold == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize("value", ["1.0", True, [1.0]])
+def test_c03_wrong_types_raise_at_once(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"Passed `Action\(clip=...\)`"):
+        Action(clip=value)
+
+
+# ---- c04: who owns the clip ----
+
+
+def test_c04_a_under_manual_optimization_the_knob_is_masked_and_the_users_clipping_works() -> None:
+    ap = scripted({0: Action(clip=0.5)})
+    found = change(ManualClip(), cpu(callbacks=[ap]))
+    assert torch.allclose(found, change(ManualClip(), cpu()), rtol=0.0, atol=1e-7)
+    (row,) = rows(ap.history, "clip")
+    assert (row.outcome, row.requested) == ("refused", 0.5)
+    assert "manual optimization" in row.reason
+    assert ap.steering is not None
+    assert "not steered: under manual optimization" in summarize(ap.steering, "scripted")
+
+
+class OwnClip(Lin):
+    """Clips to a constant of its own, whatever the Trainer says."""
+
+    calls = 0
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        self.calls += 1
+        nn.utils.clip_grad_norm_(self.parameters(), 0.25)
+
+
+@pytest.mark.parametrize("trainer_clip", [None, 3.0])
+def test_c04_b_the_modules_own_clipping_wins(trainer_clip: float | None) -> None:
+    module, ap, watch = OwnClip(16, 8, loss=constant), scripted({0: Action(clip=0.5)}), Watch()
+    trainer = cpu(callbacks=[ap, watch], gradient_clip_val=trainer_clip)
+    found = change(module, trainer)
+    assert module.calls == 2
+    assert float(found.norm()) == pytest.approx(2 * 0.1 * 0.25, rel=1e-5)
+    (row,) = rows(ap.history, "clip")
+    assert row.outcome == "refused"
+    assert "configure_gradient_clipping" in row.reason
+    assert trainer.gradient_clip_val == trainer_clip
+
+
+@pytest.mark.parametrize("value", [None, 0.0, 0.3])
+@pytest.mark.parametrize("algorithm", [None, "norm", "value"])
+def test_c04_the_trainers_own_setting_is_back_after_fit(value: float | None, algorithm: str | None) -> None:
+    trainer = cpu(
+        callbacks=[scripted({0: Action(clip=0.5)})], gradient_clip_val=value, gradient_clip_algorithm=algorithm
+    )
+    before = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+    trainer.fit(Lin(16, 8))
+    assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == before
+
+
+def test_c04_the_trainers_threshold_is_the_starting_point() -> None:
+    ap = AutoPrecisionCallback()
+    found = change(Lin(8, 8, loss=constant), cpu(callbacks=[ap], gradient_clip_val=0.5))
+    assert ap.clip_threshold == 0.5
+    assert float(found.norm()) == pytest.approx(0.05, rel=1e-5)
+
+
+def test_c04_clipping_by_value_masks_the_threshold_on_the_norm() -> None:
+    ap = scripted({0: Action(clip=0.5)})
+    options: dict[str, Any] = {"gradient_clip_val": 0.2, "gradient_clip_algorithm": "value"}
+    found = change(Lin(8, 8, loss=constant), cpu(callbacks=[ap], **options))
+    assert found.abs().tolist() == pytest.approx([0.02] * 4 + [0.0], abs=1e-6)
+    (row,) = rows(ap.history, "clip")
+    assert row.outcome == "refused"
+    assert "clips by value" in row.reason
+
+
+class SetsTrainer(Callback):
+    """A callback that sets the Trainer's threshold in mid-run, which Lightning itself obeys."""
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.gradient_clip_val = 0.5
+
+
+@pytest.mark.parametrize("ap", [None, AutoPrecisionCallback(), AutoPrecisionCallback(knobs=())])
+def test_c04_a_threshold_set_on_the_trainer_in_mid_run_acts(ap: AutoPrecisionCallback | None) -> None:
+    watch = Watch()
+    cpu(callbacks=[SetsTrainer(), watch, *([ap] if ap else [])]).fit(Lin(64, 8, loss=constant))
+    weights = [torch.cat([w.view(-1) for w in kept]) for kept in watch.weights]
+    steps = [float((after - before).norm()) for before, after in zip(weights, weights[1:], strict=False)]
+    assert steps == pytest.approx([2.0] * 3 + [0.05] * 4, rel=1e-4)
+
+
+# ---- c05: sparse gradients ----
+
+
+class Rows(LightningModule):
+    """A sparse embedding whose rows repeat."""
+
+    def __init__(self, make: Callable[..., Optimizer], is_mixed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(4, 2, sparse=True)
+        self.head = nn.Linear(2, 1) if is_mixed else None
+        self.make = make
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden: Tensor = self.table(batch)
+        return (hidden if self.head is None else self.head(hidden)).pow(2).sum() * 10.0
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.tensor([[0, 0, 0, 1], [2, 1, 1, 1]] * 4), batch_size=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [functools.partial(SparseAdam, lr=0.1), functools.partial(SGD, lr=0.01)])
+@pytest.mark.parametrize("plugin", [None, "fp16"])
+def test_c05_sparse_gradients_are_clipped_and_trained(make: Callable[..., Optimizer], plugin: str | None) -> None:
+    module, ap = Rows(make), scripted({0: Action(clip=1.0)})
+    before = weights_of(module)
+    cpu(callbacks=[ap], plugins=fp16cpu(1024) if plugin else None).fit(module)
+    assert (ap.applied_steps, ap.skipped_steps) == (4, 0)
+    found = module.table.weight.detach()
+    assert torch.isfinite(found).all()
+    assert not torch.equal(found[:3], before[0][:3])
+    assert torch.equal(found[3], before[0][3])  # never looked up
+
+
+def test_c05_the_norm_is_that_of_the_merged_rows() -> None:
+    module, ap = Rows(functools.partial(SGD, lr=0.1), is_mixed=True), scripted({0: Action(clip=1.0)})
+    dense = copy.deepcopy(module)
+    dense.table.sparse = False
+    found = change(module, cpu(callbacks=[ap], limit_train_batches=1))
+    expected = change(dense, cpu(gradient_clip_val=1.0, limit_train_batches=1))
+    assert torch.allclose(found, expected, rtol=0.0, atol=1e-6)
+    assert float(found.norm()) == pytest.approx(0.1, rel=1e-4)
+    assert ap.steering is not None
+    assert ap.steering.telemetry.norms[-1] > 10.0
+
+
+def test_c05_duplicates_that_overflow_when_merged_are_skipped() -> None:
+    module, ap, state = Rows(functools.partial(SGD, lr=0.1)), AutoPrecisionCallback(), State()
+    biggest, calls = torch.finfo(torch.float32).max, iter(range(9))
+
+    def hook(grad: Tensor) -> Tensor:
+        values = torch.full_like(grad._values(), biggest) if next(calls) == 1 else grad._values()
+        return torch.sparse_coo_tensor(grad._indices(), values, grad.shape, check_invariants=True)
+
+    module.table.weight.register_hook(hook)
+    cpu(callbacks=[ap, state], limit_train_batches=3).fit(module)
+    assert (ap.applied_steps, ap.skipped_steps) == (2, 1)
+    assert same(state.weights[1], state.weights[0])
+    assert torch.isfinite(module.table.weight).all()
+
+
+# ---- c06: a threshold that has become meaningless ----
+
+
+@pytest.mark.parametrize("watchers", [[], [Watch()]], ids=["alone", "with a callback that reads gradients"])
+def test_c06_the_share_of_clipped_steps_and_the_norm_before_clipping_are_seen(watchers: list[Callback]) -> None:
+    ap = scripted({0: Action(clip=1.0)})
+    cpu(callbacks=[ap, *watchers], max_epochs=5).fit(Lin(80, 8, loss=constant))
+    steering = ap.steering
+    assert steering is not None
+    assert ap.applied_steps == 50
+    assert steering.telemetry.median_norm == pytest.approx(20.0, rel=1e-5)
+    assert "clip       1 (median norm 20, 100% of the last steps clipped)" in summarize(steering, "scripted")
+    run = read_globals(steering.knobs, steering.telemetry, math.nan)
+    observation = encode([], run)
+    assert feature(observation, "clipped_share").tolist() == [1.0] * 3
+    assert feature(observation, "norm_median")[0] == pytest.approx(math.log2(20.0) / 16)
+    assert feature(observation, "clip")[0] == pytest.approx(math.log2(1 / 20.0) / 4)
+
+
+def test_c06_a_threshold_that_never_acts_is_seen_as_such() -> None:
+    ap = scripted({0: Action(clip=100.0)})
+    cpu(callbacks=[ap]).fit(Lin(80, 8, loss=constant))
+    assert ap.steering is not None
+    assert ", 0% of the last steps clipped" in summarize(ap.steering, "scripted")
+
+
+def test_c06_half_of_the_steps() -> None:
+    def alternating(net: nn.Module, batch: Tensor, index: int) -> Tensor:
+        return constant(net, batch, index) * (1.0 if index % 2 else 0.01)
+
+    ap = scripted({0: Action(clip=1.0)})
+    cpu(callbacks=[ap]).fit(Lin(80, 8, loss=alternating))
+    assert ap.steering is not None
+    assert ", 50% of the last steps clipped" in summarize(ap.steering, "scripted")
+
+
+# ---- c07: half gradients ----
+
+
+class Stored(LightningModule):
+    """A parameter stored in half precision beside one in float32."""
+
+    def __init__(self, dtype: torch.dtype, is_mixed: bool) -> None:
+        super().__init__()
+        self.low = nn.Parameter(torch.zeros(4, dtype=dtype))
+        self.wide = nn.Parameter(torch.zeros(9)) if is_mixed else None
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = (self.low * 40000.0).float().sum()
+        return loss if self.wide is None else loss + (self.wide * 80000.0 / 3).sum()
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=1.0)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(1, 1), batch_size=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_c07_half_gradients_are_scaled_to_the_threshold(dtype: torch.dtype, is_mixed: bool) -> None:
+    module, ap = Stored(dtype, is_mixed), scripted({0: Action(clip=1.0)})
+    cpu(callbacks=[ap]).fit(module)
+    assert (ap.applied_steps, ap.skipped_steps) == (1, 0)
+    assert ap.steering is not None
+    exact = 80000.0 * (2**0.5 if is_mixed else 1.0)
+    assert ap.steering.telemetry.norms[-1] == pytest.approx(exact, rel=2e-3)
+    parts = [p.detach().float() for p in module.parameters()]
+    assert float(torch.cat(parts).norm()) == pytest.approx(1.0, rel=1e-2)
+    if is_mixed:
+        assert float(parts[0].norm()) == pytest.approx(float(parts[1].norm()), rel=1e-2)
