@@ -49,6 +49,8 @@ def _read_unit(
         nonfinite_count=measured.nonfinite_count,
         underflow_fraction=measured.underflow_fraction,
         underflow_fraction_lower=measured.underflow_fraction_lower,
+        weight_subnormal=measured.weight_subnormal,
+        weight_subnormal_lower=measured.weight_subnormal_lower,
         act_amax=measured.act_amax[-1] if measured.act_amax else math.nan,
         act_amax_history=tuple(measured.act_amax),
         steps_since_change=applied_steps - knobs.changed_at[unit.name],

@@ -19,6 +19,7 @@ row has no use for is 0, so that one small policy serves every row of every mode
 | ``grad_share`` | log2(norm of the unit / global norm), in units of 16 bits |
 | ``underflow`` ``underflow_lower`` | share of the gradient that underflows now and in the next lower format |
 | ``underflow_lower_known`` | 1 where the latter is known |
+| ``weight_subnormal`` ``weight_subnormal_lower`` | share of the weights below the smallest normal number |
 | ``steps_since_change`` | ``log_steps`` of the applied steps since the unit changed |
 | ``overflows`` | log2(1 + overflows in the window) / 4 |
 | ``nonfinite`` ``held`` ``frozen`` ``emulated`` | flags of the unit |
@@ -100,7 +101,7 @@ _UNIT_FEATURES = (
     *("depth", "parameter_share", "compute_share"),
     *("grad_headroom", "grad_headroom_lower", "act_headroom", "act_headroom_lower", "grad_known", "act_known"),
     *("grad_cv", "grad_trend", "grad_readings", "grad_share", "act_drift"),
-    *("underflow", "underflow_lower", "underflow_lower_known"),
+    *("underflow", "underflow_lower", "underflow_lower_known", "weight_subnormal", "weight_subnormal_lower"),
     *("steps_since_change", "overflows", "nonfinite", "held", "frozen", "emulated"),
 )
 _POOLED = ("pool_units", "pool_rank", "pool_grad_headroom", "pool_act_headroom", "pool_underflow", "pool_overflows")
@@ -228,6 +229,8 @@ def _unit_features(unit: UnitReading, median_bits: float) -> dict[str, float]:
         "underflow": unit.underflow_fraction,
         "underflow_lower": unit.underflow_fraction_lower,
         "underflow_lower_known": not math.isnan(unit.underflow_fraction_lower),
+        "weight_subnormal": unit.weight_subnormal,
+        "weight_subnormal_lower": unit.weight_subnormal_lower,
         "steps_since_change": log_steps(unit.steps_since_change),
         "overflows": math.log2(1.0 + max(unit.overflow_count, 0)) / 4.0,
         "nonfinite": _is_nonfinite(unit),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,30 +12,56 @@ from torch.utils._pytree import tree_leaves
 from autoprec.layers import Record
 
 
-def first_overflow(records: Sequence[Record]) -> tuple[str, str] | None:
-    """Names the unit to raise after an overflow in the forward.
+class Offender(NamedTuple):
+    """The unit to raise, why, and whether it is the operations after it that overflowed."""
+
+    name: str
+    reason: str
+    is_between: bool
+
+
+def first_overflow(records: Sequence[Record]) -> Offender | None:
+    """Finds the unit to raise after an overflow in the forward.
 
     Args:
         records: Ranges of outputs (and inputs, if recorded) of one window, in order of execution.
 
     Returns:
-        Unit name and reason, or ``None`` if every recorded output was finite. If a unit's input was not finite already,
-        the operations before it overflowed, and they run in the precision of the unit before them.
+        ``None`` if every recorded output was finite. If a unit's input was not finite already, the operations before it
+        overflowed; they run in the precision of the unit before them.
     """
-    if not records:
-        return None
-    finite = torch.isfinite(torch.stack([record.bounds.float() for record in records])).all(dim=1).tolist()
     previous: str | None = None
-    for record, is_finite in zip(records, finite, strict=True):
+    for record, is_finite in zip(records, _are_finite(records), strict=True):
         if not is_finite:
             if record.is_input and previous is not None and previous != record.name:
-                return previous, f"the operations between {previous} and {record.name} left the range of the format"
+                reason = f"the operations between {previous} and {record.name} left the range of the format"
+                return Offender(previous, reason, True)
             if not record.is_input:
-                return record.name, "its output left the range of the format"
+                return Offender(record.name, "its output left the range of the format", False)
             return None
         if not record.is_input:
             previous = record.name
     return None
+
+
+def after_last_unit(records: Sequence[Record]) -> Offender | None:
+    """Finds the unit to raise when all recorded outputs are finite and the loss is not.
+
+    Args:
+        records: Ranges of the outputs of units in short formats, in order of execution.
+    """
+    outputs = [record for record in records if not record.is_input]
+    if not outputs or not all(_are_finite(records)):
+        return None
+    name = outputs[-1].name
+    return Offender(name, f"the operations after {name} left the range of the format", True)
+
+
+def _are_finite(records: Sequence[Record]) -> list[bool]:
+    if not records:
+        return []
+    finite: list[bool] = torch.isfinite(torch.stack([r.bounds.float() for r in records])).all(dim=1).tolist()
+    return finite
 
 
 class Locator:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
@@ -34,6 +35,12 @@ from autoprec.regions import formats_region, recomputation_region
 from autoprec.retry import StepRetry
 from autoprec.steering import Steering
 from autoprec.units import find_units
+
+_ANOMALY = (
+    "This is `Trainer(detect_anomaly=True)`: without it autoprec would skip this step, because its gradient is not"
+    " finite. In low precision such steps are normal. Leave `detect_anomaly` off, or look for a fault of the model in"
+    " fp32."
+)
 
 
 class _StepSkipped(Exception):
@@ -237,7 +244,12 @@ class AutoPrecision(Precision):
             self.base.backward(tensor, model, optimizer, *args, **kwargs)
             return
         with steering.scaled_backward(model), recomputation_region(steering):
-            self.base.backward(tensor, model, optimizer, *args, **kwargs)
+            try:
+                self.base.backward(tensor, model, optimizer, *args, **kwargs)
+            except RuntimeError as error:
+                if torch.is_anomaly_enabled() and "returned nan values" in str(error):
+                    raise RuntimeError(f"{error} {_ANOMALY}") from error
+                raise
 
     # ---- step ----
 

@@ -34,6 +34,8 @@ class UnitReading:
         nonfinite_count: Non-finite gradient elements in the window.
         underflow_fraction: Share of the gradient that underflows in the current format.
         underflow_fraction_lower: Share that would underflow in the next lower legal format.
+        weight_subnormal: Share of the weights that are not zero but below the current format's smallest normal number.
+        weight_subnormal_lower: The same in the next lower legal format.
         act_amax: Largest absolute output, if it was sampled.
         act_amax_history: Sampled values, newest last.
         steps_since_change: Applied steps since the format changed, or since the start.
@@ -56,6 +58,8 @@ class UnitReading:
     nonfinite_count: int = 0
     underflow_fraction: float = math.nan
     underflow_fraction_lower: float = math.nan
+    weight_subnormal: float = math.nan
+    weight_subnormal_lower: float = math.nan
     act_amax: float = math.nan
     act_amax_history: tuple[float, ...] = ()
     steps_since_change: int = 0

@@ -34,7 +34,8 @@ class RuleController(Controller):
     - they fit: ``headroom_bits`` bits lie between their amax and the largest value of the lower format, and would still
       lie there after another window of the present drift;
     - its outputs fit in the same sense, where they were sampled;
-    - little underflows: at most half of ``guard.underflow_fraction``, now and, where it is known, in the lower format.
+    - little underflows: at most half of ``guard.underflow_fraction``, now and, where it is known, in the lower format;
+    - its weights fit: at most that share of them is below the lower format's smallest normal number.
 
     A frozen unit has no gradients. It is lowered on the headroom of its outputs alone, once they were sampled.
 
@@ -125,7 +126,8 @@ class RuleController(Controller):
         outputs_known = feature(units, "act_known") == 1
         is_frozen = feature(units, "frozen") == 1
         outputs_pass = np.where(outputs_known, outputs_fit, ~is_frozen)
-        should: Flags = is_legal & is_clean & outputs_pass & (is_frozen | self._gradients_pass(units))
+        weights_pass = feature(units, "weight_subnormal_lower") <= self.config.guard.underflow_fraction / 2
+        should: Flags = is_legal & is_clean & outputs_pass & weights_pass & (is_frozen | self._gradients_pass(units))
         return should
 
     def _gradients_pass(self, units: Observation) -> Flags:

@@ -25,7 +25,7 @@ from autoprec.guard import NonFiniteTrainingError, Verdict
 from autoprec.history import History
 from autoprec.knobs import Knobs
 from autoprec.layers import Runtime, attach, detach
-from autoprec.locate import Locator, first_overflow
+from autoprec.locate import Locator, Offender, after_last_unit, first_overflow
 from autoprec.loss_scale import LossScale
 from autoprec.schedules import ScheduleHold
 from autoprec.telemetry import Telemetry
@@ -95,6 +95,7 @@ class Steering:
         self._marks = ScaleMarks()
         self._has_warned = False
         self._has_warned_of_maps = False
+        self._has_advised = False
         self._effects_at_entry = (0, 0)
         self._is_window_open = False
         self._has_stepped = False
@@ -146,7 +147,7 @@ class Steering:
         """Closes the window if a step was attempted: loss scale, guard, telemetry. Safe to call at any time."""
         if not self._has_stepped:
             return
-        is_located = self._found_inf and first_overflow(self.runtime.records) is not None
+        is_located = self._found_inf and self._located() is not None
         # an overflow in the forward is answered by its unit; a smaller scale would only cost small gradients
         if self._has_counted and not is_located:
             self.knobs.loss_scale.update(self._found_inf)
@@ -254,6 +255,7 @@ class Steering:
             index = legal.index(current)
             formats[name] = (current, legal[index + 1] if index + 1 < len(legal) else None)
         self.telemetry.sample_gradients(gradients.parameters, formats, self.knobs.loss_scale.scale)
+        self.telemetry.sample_weights([unit for unit in self.knobs.units.values() if unit.reason is None], formats)
 
     def on_applied(self, gradients: Gradients) -> None:
         """Counts an applied step.
@@ -329,14 +331,26 @@ class Steering:
             self._start_search()
 
     def _raise_offender(self) -> None:
-        offender = first_overflow(self.runtime.records)
+        offender = self._located()
         if offender is None:
             return
-        name, reason = offender
-        self.overflows[name] = self.overflows.get(name, 0) + 1
-        self.telemetry.note_overflow(name)
-        self.knobs.raise_units({name: reason}, self.window + 1, self.applied_steps)
+        self.overflows[offender.name] = self.overflows.get(offender.name, 0) + 1
+        self.telemetry.note_overflow(offender.name)
+        self.knobs.raise_units({offender.name: offender.reason}, self.window + 1, self.applied_steps)
         self.runtime.records_inputs = True
+        if offender.is_between and not self._has_advised:
+            self._has_advised = True
+            rank_zero_info(
+                f"autoprec: {offender.reason}; {offender.name} goes to fp32, and with it what follows. If these are"
+                " attention scores, scale the queries before the product with the keys instead of the scores after it."
+            )
+
+    def _located(self) -> Offender | None:
+        """Where the forward of the window left the range, if it did."""
+        offender = first_overflow(self.runtime.records)
+        if offender is None and self.telemetry.is_newest_loss_nonfinite():
+            offender = after_last_unit(self.runtime.records)
+        return offender
 
     def _start_search(self) -> None:
         if self._locator is None and self._root is not None:

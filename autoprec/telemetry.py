@@ -38,6 +38,8 @@ class UnitTelemetry:
         nonfinite_count: Non-finite gradient entries in the last sample.
         underflow_fraction: Share of the unit's gradient that its format would lose, in the last sample.
         underflow_fraction_lower: The same for the next lower format.
+        weight_subnormal: Share of the non-zero weights below the format's smallest normal number, in the last sample.
+        weight_subnormal_lower: The same for the next lower format.
         act_amax: Largest output magnitude per sample, newest last.
         overflow_count: Outputs that were not finite since the last decision.
         compute: Multiplications per forward in the last sample.
@@ -48,6 +50,8 @@ class UnitTelemetry:
     nonfinite_count: int = 0
     underflow_fraction: float = math.nan
     underflow_fraction_lower: float = math.nan
+    weight_subnormal: float = math.nan
+    weight_subnormal_lower: float = math.nan
     act_amax: deque[float] = field(default_factory=_window)
     overflow_count: int = 0
     compute: float = 0.0
@@ -78,6 +82,12 @@ class Telemetry:
         is_scalar = loss.ndim == 0 and loss.dtype is torch.float32
         self._pending_losses.append(loss if is_scalar else loss.float().mean())
         del self._pending_losses[:-WINDOW]
+
+    def is_newest_loss_nonfinite(self) -> bool:
+        """Whether the loss of the newest batch is inf or NaN."""
+        if self._pending_losses:
+            return not bool(torch.isfinite(self._pending_losses[-1]))
+        return bool(self.losses) and not math.isfinite(self.losses[-1])
 
     def note_applied(
         self, parameters: Sequence[nn.Parameter], norms: Tensor, total: float, is_clipped: bool, loss_scale: float
@@ -122,6 +132,26 @@ class Telemetry:
         rows = torch.stack([stats.amax, stats.nonfinite_count, stats.underflow_fraction, lower], dim=1).tolist()
         sizes = [float(grad._values().numel() if grad.is_sparse else grad.numel()) for grad in grads]
         self._store_sample([name for name, _ in known], rows, sizes)
+
+    def sample_weights(self, units: Sequence[Unit], formats: Mapping[str, tuple[str, str | None]]) -> None:
+        """Measures which share of each unit's weights a format could only hold as subnormal numbers.
+
+        Args:
+            units: Units to measure.
+            formats: Unit name to its format and the next lower one.
+        """
+        for unit in units:
+            weights = [p.detach() for p in unit.parameters if p.is_floating_point() and not nn.parameter.is_lazy(p)]
+            if not weights:
+                continue
+            sizes = torch.stack([(weight != 0).sum() for weight in weights]).float()
+            shares = []
+            for name in formats[unit.name]:
+                tiny = 0.0 if name is None else _smallest_weight(name)
+                stats = grad_stats(weights, [tiny] * len(weights))
+                shares.append(float((stats.underflow_fraction * sizes).sum() / sizes.sum().clamp(min=1)))
+            measured = self.units[unit.name]
+            measured.weight_subnormal, measured.weight_subnormal_lower = shares
 
     def _store_sample(self, names: Sequence[str], rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> None:
         for name in dict.fromkeys(names):
@@ -211,6 +241,12 @@ class Telemetry:
             if name in self.units:
                 windows = {key: deque(values[key], maxlen=WINDOW) for key in ("norms", "act_amax")}
                 self.units[name] = UnitTelemetry(**{**values, **windows})
+
+
+def _smallest_weight(format_name: str) -> float:
+    """Smallest normal magnitude of a weight; fp8 and int8 weights are scaled by their own amax and start from bf16."""
+    number_format = get_format(format_name)
+    return (get_format("bf16") if number_format.is_scaled else number_format).tiny
 
 
 def _lost_below(format_name: str | None, loss_scale: float) -> float:

@@ -122,10 +122,10 @@ def select(units: Sequence[Unit], pattern: str) -> list[Unit]:
     """
     if pattern == "*":
         return [unit for unit in units if unit.has_matrix and unit.reason is None]
-    exact = [unit for unit in units if pattern in unit.names]
+    exact = [unit for unit in units if pattern == unit.name or pattern in unit.names]
     if exact:
         return exact
-    return [unit for unit in units if any(fnmatchcase(name, pattern) for name in unit.names)]
+    return [unit for unit in units if any(fnmatchcase(name, pattern) for name in (unit.name, *unit.names))]
 
 
 def resolve(

@@ -428,6 +428,27 @@ def test_c04_b_the_modules_own_clipping_wins(trainer_clip: float | None) -> None
     assert trainer.gradient_clip_val == trainer_clip
 
 
+class TwoClips(Lin):
+    """Clips by one kind, then by norm."""
+
+    first: tuple[float, str] = (1.0, "norm")
+
+    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, *self.first)
+        self.clip_gradients(optimizer, 0.5, "norm")
+
+
+@pytest.mark.parametrize("first", [(1.0, "norm"), (3.0, "value")])
+@pytest.mark.parametrize("knobs", [("precision", "loss_scale", "clip"), ()], ids=["steered", "masked"])
+def test_c04_b_two_clips_in_a_row_act_as_without_the_plugin(first: tuple[float, str], knobs: tuple[str, ...]) -> None:
+    modules = TwoClips(16, 8, loss=constant), TwoClips(16, 8, loss=constant)
+    for module in modules:
+        module.first = first
+    found = change(modules[0], cpu(callbacks=[AutoPrecisionCallback(knobs=knobs)]))
+    assert torch.allclose(found, change(modules[1], cpu()), rtol=1e-4, atol=1e-6)
+    assert float(found.norm()) == pytest.approx(2 * 0.1 * 0.5, rel=1e-4)
+
+
 @pytest.mark.parametrize("value", [None, 0.0, 0.3])
 @pytest.mark.parametrize("algorithm", [None, "norm", "value"])
 def test_c04_the_trainers_own_setting_is_back_after_fit(value: float | None, algorithm: str | None) -> None:

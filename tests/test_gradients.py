@@ -64,7 +64,7 @@ def test_nothing_to_do() -> None:
     assert (gradients.total, gradients.is_finite, gradients.parameters) == (0.0, True, [])
     gradients.clip_norm_(1.0)
     gradients.clip_value_(1.0)
-    gradients.recheck()
+    gradients.after_foreign_code(leaves_traces=True, keeps_norms=False)
     assert not gradients.is_clipped
 
 
@@ -148,6 +148,24 @@ def test_clipping_twice_remembers_that_it_acted_and_the_first_norm() -> None:
     assert float(grads_of(made)[0].norm()) == pytest.approx(1.0, rel=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "first"), [("norm", 5.0), ("value", 3.0), ("norm", 100.0)])
+@pytest.mark.parametrize("second", [2.0, 50.0])
+def test_clipping_again_goes_by_the_norm_that_is_left(kind: str, first: float, second: float) -> None:
+    true = torch.tensor([8.0, 6.0, 0.0])
+    made, theirs = parameters(true.clone()), parameters(true.clone())
+    gradients = Gradients(made, 1.0)
+    if kind == "norm":
+        gradients.clip_norm_(first)
+        nn.utils.clip_grad_norm_(theirs, first)
+    else:
+        gradients.clip_value_(first)
+        nn.utils.clip_grad_value_(theirs, first)
+    gradients.clip_norm_(second)
+    nn.utils.clip_grad_norm_(theirs, second)
+    assert torch.allclose(grads_of(made)[0], grads_of(theirs)[0], rtol=1e-5)
+    assert gradients.total == 10.0
+
+
 # ---- who touched them? ----
 
 
@@ -160,14 +178,37 @@ def replaced(parameter: nn.Parameter) -> None:
     parameter.grad = torch.full_like(parameter, math.nan)
 
 
+def through_data(parameter: nn.Parameter) -> None:
+    parameter.grad.data.fill_(math.nan)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("touch", [in_place, replaced])
-def test_a_later_write_is_measured_again(touch: Callable[[nn.Parameter], None]) -> None:
+@pytest.mark.parametrize("keeps_norms", [True, False])
+def test_a_later_write_is_measured_again(touch: Callable[[nn.Parameter], None], keeps_norms: bool) -> None:
     made = parameters(torch.ones(3), torch.ones(3))
     gradients = Gradients(made, 1.0)
     gradients.clip_norm_(1.0)
     touch(made[1])
-    gradients.recheck()
+    gradients.after_foreign_code(leaves_traces=True, keeps_norms=keeps_norms)
     assert not gradients.is_finite
+
+
+def test_a_write_without_a_trace_is_found_where_it_may_have_happened() -> None:
+    made = parameters(torch.ones(3))
+    gradients = Gradients(made, 1.0)
+    through_data(made[0])
+    gradients.after_foreign_code(leaves_traces=False, keeps_norms=True)
+    assert not gradients.is_finite
+
+
+def test_the_norms_from_before_clipping_are_kept_when_asked() -> None:
+    made = parameters(torch.full((4,), 10.0))
+    gradients = Gradients(made, 1.0)
+    gradients.clip_norm_(1.0)
+    gradients.after_foreign_code(leaves_traces=False, keeps_norms=True)
+    assert (gradients.total, gradients.norms.tolist()) == (20.0, [20.0])
+    gradients.after_foreign_code(leaves_traces=False, keeps_norms=False)
+    assert gradients.total == pytest.approx(1.0, rel=1e-5)
 
 
 def test_a_gradient_taken_away_is_left_out() -> None:
@@ -175,7 +216,7 @@ def test_a_gradient_taken_away_is_left_out() -> None:
     gradients = Gradients(made, 1.0)
     assert not gradients.is_finite
     made[1].grad = None
-    gradients.recheck()
+    gradients.after_foreign_code(leaves_traces=True, keeps_norms=True)
     assert gradients.is_finite
     assert gradients.parameters == made[:1]
     assert gradients.norms.shape == (1,)
