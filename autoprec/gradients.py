@@ -46,8 +46,8 @@ class Gradients:
         self.parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
         grads = self._grads()
         self.norms = grad_norms(grads)
-        self._total = global_norm(grads, self.norms)
-        self.total = float(self._total)
+        self._current: Tensor | None = global_norm(grads, self.norms)
+        self.total = float(self._current)
         self.is_finite = math.isfinite(self.total)
         self._measured = self._marks()
 
@@ -61,20 +61,21 @@ class Gradients:
         """
         if leaves_traces and self._marks() == self._measured:
             return
-        norms, total, tensor = self.norms, self.total, self._total
+        norms, total = self.norms, self.total
         count = len(self.parameters)
         self.measure()
         if keeps_norms and self.is_finite and count == len(self.parameters):
-            self.norms, self.total, self._total = norms, total, tensor
+            self.norms, self.total = norms, total
 
     def clip_norm_(self, threshold: float) -> None:
         """Scales all gradients so that their global norm does not exceed ``threshold`` (torch's formula and bits)."""
-        self.is_clipped = self.is_clipped or self.total > threshold
-        coefficient = (threshold / (self._total + 1e-6)).clamp(max=1.0)
+        current = global_norm(self._grads()) if self._current is None else self._current
+        self.is_clipped = self.is_clipped or float(current) > threshold
+        coefficient = (threshold / (current + 1e-6)).clamp(max=1.0)
         with torch.no_grad():
             for device in {grad.device for grad in self._grads()}:
                 scale_([grad for grad in self._grads() if grad.device == device], coefficient.to(device))
-        self._measured = self._marks()
+        self._note_clipping()
 
     def clip_value_(self, threshold: float) -> None:
         """Clamps all gradients to ``[-threshold, threshold]``; sparse ones through their values."""
@@ -82,6 +83,10 @@ class Gradients:
         with torch.no_grad():
             for grad in grads:
                 grad.clamp_(-threshold, threshold)
+        self._note_clipping()
+
+    def _note_clipping(self) -> None:
+        self._current = None  # another clipping goes by the norm that is left, reports by the one before
         self._measured = self._marks()
 
     def first_nonfinite(self, root: nn.Module) -> str | None:

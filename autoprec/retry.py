@@ -1,11 +1,14 @@
 """Runs a training step a second time when an operation in it has no low-precision form.
 
 The first window under a new map runs as a trial. A branch that it did not take may fail later; then the step is
-repeated once as a trial, before it had any effect on weights. Nothing is added to steps that do not raise.
+repeated as a trial, before it had any effect on weights. What a trial cannot repair (an extension that passes through
+no torch function) is answered by raising the unit that ran last, then all of them. Nothing is added to steps that do
+not raise.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,10 +31,10 @@ class StepRetry:
 
     Args:
         strategy: The strategy; its bound method is shadowed by an attribute of the instance.
-        prepare: Called before the second attempt; returns whether there may be one.
+        prepare: Called with the number of failed attempts and the error; returns whether there may be another attempt.
     """
 
-    def __init__(self, strategy: Any, prepare: Callable[[], bool]) -> None:
+    def __init__(self, strategy: Any, prepare: Callable[[int, BaseException], bool]) -> None:
         self._strategy = strategy
         self._prepare = prepare
         self._original = strategy.training_step
@@ -43,13 +46,14 @@ class StepRetry:
             del self._strategy.training_step
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._original(*args, **kwargs)
-        except (RuntimeError, TypeError, AssertionError) as error:
-            if not is_precision_error(error) or not self._prepare():
-                raise
-            first = error
-        try:
-            return self._original(*args, **kwargs)
-        except (RuntimeError, TypeError, AssertionError) as error:
-            raise first from error
+        first: BaseException | None = None
+        for attempt in itertools.count(1):
+            try:
+                return self._original(*args, **kwargs)
+            except (RuntimeError, TypeError, AssertionError) as error:
+                first = first or error
+                if not is_precision_error(error) or not self._prepare(attempt, error):
+                    if first is error:
+                        raise
+                    raise first from error
+        raise AssertionError("unreachable")

@@ -20,20 +20,16 @@ from autoprec.action import Action
 from autoprec.base import Base
 from autoprec.buffers import BufferShadow
 from autoprec.config import AutoPrecisionConfig
+from autoprec.fallback import Fallback
 from autoprec.gradients import BARE_BACKWARD, Gradients, ScaleMarks
-from autoprec.guard import NonFiniteTrainingError, Verdict
 from autoprec.history import History
 from autoprec.knobs import Knobs
 from autoprec.layers import Runtime, attach, detach
-from autoprec.locate import Locator, Offender, after_last_unit, first_overflow
 from autoprec.loss_scale import LossScale
 from autoprec.schedules import ScheduleHold
 from autoprec.telemetry import Telemetry
 from autoprec.trial import Trial
 from autoprec.units import Unit
-
-# after so many skips in a row the search for the first offending layer begins
-_SKIPS_BEFORE_SEARCH = 3
 
 
 class Steering:
@@ -54,7 +50,6 @@ class Steering:
         applied_steps: Optimizer steps taken.
         skipped_steps: Optimizer steps not taken because a gradient was not finite.
         user_skipped_steps: Windows in which ``training_step`` returned no loss.
-        overflows: Unit name to the number of overflows located there.
         is_sampling: Whether the current window is measured in detail for a decision.
         samples: Windows measured in detail so far.
     """
@@ -78,25 +73,24 @@ class Steering:
             _attach(units, self.runtime)
         self.knobs = Knobs(units, self.runtime, config, masked, base, loss_scale, self.history)
         self.telemetry = Telemetry(units, config.clip.window)
+        self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
         self.schedules = ScheduleHold(config)
         self.trial: Trial | None = None
         self.window = 0
         self.applied_steps = 0
         self.skipped_steps = 0
         self.user_skipped_steps = 0
-        self.overflows: dict[str, int] = {}
         self.is_sampling = False
         self.samples = 0
         self.backwards = 0
         self._root: nn.Module | None = root
         self._shadow: BufferShadow | None = BufferShadow(root)
-        self._locator: Locator | None = None
         self._pending: list[Action] = []
         self._marks = ScaleMarks()
         self._has_warned = False
         self._has_warned_of_maps = False
-        self._has_advised = False
         self._effects_at_entry = (0, 0)
+        self._started_as_trial = False
         self._is_window_open = False
         self._has_stepped = False
         self._has_counted = False
@@ -115,7 +109,7 @@ class Steering:
 
     def release(self) -> None:
         """Leaves module and schedules as they were found; what was measured and decided stays readable."""
-        self._stop_search()
+        self.fallback.release()
         self.schedules.detach()
         detach(list(self.knobs.units.values()))
         self._root = self._shadow = self.trial = None
@@ -147,7 +141,7 @@ class Steering:
         """Closes the window if a step was attempted: loss scale, guard, telemetry. Safe to call at any time."""
         if not self._has_stepped:
             return
-        is_located = self._found_inf and self._located() is not None
+        is_located = self._found_inf and self.fallback.located() is not None
         # an overflow in the forward is answered by its unit; a smaller scale would only cost small gradients
         if self._has_counted and not is_located:
             self.knobs.loss_scale.update(self._found_inf)
@@ -208,18 +202,33 @@ class Steering:
         for action in pending:
             self.apply(action, "requested inside the last window")
 
-    def prepare_retry(self) -> bool:
-        """Called when a training step raised: sets up a trial, unless the step ran as one or has taken effect.
+    def prepare_retry(self, failed_attempts: int, error: BaseException) -> bool:
+        """Called when a training step raised: makes the next attempt safer, unless the step has taken effect.
+
+        Args:
+            failed_attempts: How often the step has raised.
+            error: What it raised.
 
         Returns:
             Whether the step may run again.
         """
-        if not self.knobs.is_steering or self.trial is not None or self._effects != self._effects_at_entry:
+        if not self.knobs.is_steering or self._effects != self._effects_at_entry:
             return False
-        self._start_trial()
+        if failed_attempts == 1:
+            self._started_as_trial = self.trial is not None
+        measure = failed_attempts + self._started_as_trial
+        if measure > 3:
+            return False
+        if measure == 1:
+            self._start_trial()
+        else:
+            last = self.trial.last if self.trial is not None else None
+            names = [last] if measure == 2 and last is not None else list(self.knobs.units)
+            reason = f"a training step raised: {str(error).strip().splitlines()[0]}"
+            self.knobs.raise_units(dict.fromkeys(names, reason), self.window, self.applied_steps, forever=True)
         if self._shadow is not None:
             self._shadow.restore()
-        return self.trial is not None
+        return True
 
     def _start_trial(self) -> None:
         # compiled graphs raise when they are compiled, and tracing through a mode would compile them anew
@@ -265,8 +274,7 @@ class Steering:
         """
         self._has_stepped = self._has_counted = True
         self.applied_steps += 1
-        self.knobs.guard.on_applied()
-        self._stop_search()
+        self.fallback.on_applied()
         scale = self.knobs.loss_scale.scale
         self.telemetry.note_applied(gradients.parameters, gradients.norms, gradients.total, gradients.is_clipped, scale)
         # with several optimizers, the next one's window starts here
@@ -319,60 +327,7 @@ class Steering:
                 f"A skipped step wrote {', '.join(lost)} for the first time after the start of training; these buffers"
                 " could not be put back."
             )
-        verdict = self.knobs.guard.on_skipped(self.knobs.is_all_wide)
-        if verdict is Verdict.STOP:
-            raise NonFiniteTrainingError(self._stop_message(gradients))
-        self._raise_offender()
-        if verdict is Verdict.RAISE_ALL:
-            reason = f"{self.config.guard.max_consecutive_skips} steps in a row had non-finite gradients"
-            self.knobs.raise_all(self.window + 1, self.applied_steps, reason)
-            rank_zero_warn(f"autoprec: {reason}; everything runs in fp32 from here on.")
-        if verdict is Verdict.RAISE_ALL or self.knobs.guard.consecutive_skips >= _SKIPS_BEFORE_SEARCH:
-            self._start_search()
-
-    def _raise_offender(self) -> None:
-        offender = self._located()
-        if offender is None:
-            return
-        self.overflows[offender.name] = self.overflows.get(offender.name, 0) + 1
-        self.telemetry.note_overflow(offender.name)
-        self.knobs.raise_units({offender.name: offender.reason}, self.window + 1, self.applied_steps)
-        self.runtime.records_inputs = True
-        if offender.is_between and not self._has_advised:
-            self._has_advised = True
-            rank_zero_info(
-                f"autoprec: {offender.reason}; {offender.name} goes to fp32, and with it what follows. If these are"
-                " attention scores, scale the queries before the product with the keys instead of the scores after it."
-            )
-
-    def _located(self) -> Offender | None:
-        """Where the forward of the window left the range, if it did."""
-        offender = first_overflow(self.runtime.records)
-        if offender is None and self.telemetry.is_newest_loss_nonfinite():
-            offender = after_last_unit(self.runtime.records)
-        return offender
-
-    def _start_search(self) -> None:
-        if self._locator is None and self._root is not None:
-            self._locator = Locator(self._root)
-            self._locator.start()
-
-    def _stop_search(self) -> None:
-        if self._locator is not None:
-            self._locator.stop()
-            self._locator = None
-
-    def _stop_message(self, gradients: Gradients | None) -> str:
-        where = self._locator.report() if self._locator is not None else None
-        if where is None and gradients is not None and self._root is not None:
-            where = gradients.first_nonfinite(self._root)
-        return (
-            f"Training stopped at window {self.window}: {self.config.guard.max_consecutive_skips} steps in a row had"
-            " non-finite gradients although everything that can be moved runs in fp32."
-            f" First offending layer: {where or 'unknown'}. The weights are those of the last applied step"
-            f" ({self.applied_steps} applied, {self.skipped_steps} skipped). Precision is not the cause: look at the"
-            " learning rate, the data and the loss."
-        )
+        self.fallback.on_skipped(gradients, self.window, self.applied_steps, self.skipped_steps)
 
     # ---- state ----
 
@@ -385,7 +340,7 @@ class Steering:
             "applied_steps": self.applied_steps,
             "skipped_steps": self.skipped_steps,
             "user_skipped_steps": self.user_skipped_steps,
-            "overflows": dict(self.overflows),
+            "overflows": dict(self.fallback.overflows),
             "is_sampling": self.is_sampling,
             "samples": self.samples,
             "records_inputs": self.runtime.records_inputs,
@@ -399,7 +354,7 @@ class Steering:
         """Takes over what ``state_dict`` returned."""
         for name in ("window", "applied_steps", "skipped_steps", "user_skipped_steps", "samples"):
             setattr(self, name, int(state[name]))
-        self.overflows = dict(state["overflows"])
+        self.fallback.overflows = dict(state["overflows"])
         self.is_sampling = bool(state["is_sampling"])
         self.runtime.records_inputs = bool(state["records_inputs"])
         self._pending = [Action(**fields) for fields in state["pending"]]

@@ -54,7 +54,7 @@ def summarize(steering: Steering, policy: str) -> str:
     else:
         lines.append("  loss scale not in use (nothing runs in fp16)")
     lines.append(_clip_line(steering))
-    for name, count in steering.overflows.items():
+    for name, count in steering.fallback.overflows.items():
         lines.append(f"  overflow   {name}: {count}")
     lines += _refusals(steering)
     return "\n".join(lines)

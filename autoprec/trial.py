@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-_LOW = (torch.bfloat16, torch.float16)
+_WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.complex32: torch.complex64}
 _MAX_NODES = 4096
 
 
@@ -26,17 +26,18 @@ class Trial(TorchFunctionMode):
 
     Attributes:
         failures: Unit name to the reason, in order of appearance.
+        last: The unit that ran last, ``None`` before the first.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.failures: dict[str, str] = {}
         self._producers: dict[Any, str] = {}
-        self._last: str | None = None
+        self.last: str | None = None
 
     def note_output(self, name: str, output: Tensor) -> None:
         """Remembers the unit that produced ``output``."""
-        self._last = name
+        self.last = name
         if output.grad_fn is not None:
             self._producers[output.grad_fn] = name
 
@@ -71,7 +72,7 @@ class Trial(TorchFunctionMode):
         Function.apply = self._apply  # type: ignore[method-assign]
 
     def _repaired(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, error: Exception) -> Any:
-        lows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dtype in _LOW]
+        lows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dtype in _WIDE]
         if not lows or isinstance(error, torch.OutOfMemoryError):
             raise error
         try:
@@ -86,13 +87,13 @@ class Trial(TorchFunctionMode):
         is_in_place = name in ("__setitem__", "__iadd__", "__imul__") or (name.endswith("_") and name[:2] != "__")
         if is_in_place and args and isinstance(args[0], Tensor):
             return _repeat_in_place(func, args, kwargs)
-        args, kwargs = _to((args, kwargs), torch.float32)
+        args, kwargs = _widened((args, kwargs))
         return func(*args, **kwargs)
 
     def _blame(self, tensors: list[Tensor], reason: str) -> None:
         names = {name for tensor in tensors for name in self._nearest(tensor)}
-        if not names and self._last is not None:
-            names = {self._last}
+        if not names and self.last is not None:
+            names = {self.last}
         for name in sorted(names):
             self.failures.setdefault(name, reason)
 
@@ -111,8 +112,8 @@ class Trial(TorchFunctionMode):
                 pending.extend(parent for parent, _ in node.next_functions)
 
 
-def _to(value: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.dtype in _LOW else v, value)
+def _widened(value: Any) -> Any:
+    return tree_map(lambda v: v.to(_WIDE[v.dtype]) if isinstance(v, Tensor) and v.dtype in _WIDE else v, value)
 
 
 def _repeat_in_place(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

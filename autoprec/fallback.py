@@ -1,0 +1,117 @@
+"""What happens after a skipped step: the offending unit is found and raised, then everything, then training stops."""
+
+from __future__ import annotations
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from autoprec.gradients import Gradients
+from autoprec.guard import NonFiniteTrainingError, Verdict
+from autoprec.knobs import Knobs
+from autoprec.layers import Runtime
+from autoprec.locate import Locator, Offender, after_last_unit, first_overflow
+from autoprec.telemetry import Telemetry
+
+# after so many skips in a row the search for the first offending layer begins
+_SKIPS_BEFORE_SEARCH = 3
+
+
+class Fallback:
+    """Carries out the guard's level 2 and the end of training.
+
+    Args:
+        root: The model.
+        knobs: Knobs of the fit.
+        telemetry: Measurements of the fit.
+        runtime: Where layers record their outputs.
+
+    Attributes:
+        overflows: Unit name to the number of overflows located there.
+    """
+
+    def __init__(self, root: nn.Module, knobs: Knobs, telemetry: Telemetry, runtime: Runtime) -> None:
+        self.overflows: dict[str, int] = {}
+        self._root: nn.Module | None = root
+        self._knobs = knobs
+        self._telemetry = telemetry
+        self._runtime = runtime
+        self._locator: Locator | None = None
+        self._has_advised = False
+
+    def release(self) -> None:
+        """Removes all hooks and lets go of the model."""
+        self._stop_search()
+        self._root = None
+
+    def on_applied(self) -> None:
+        """Notes an applied step."""
+        self._knobs.guard.on_applied()
+        self._stop_search()
+
+    def on_skipped(self, gradients: Gradients | None, window: int, applied_steps: int, skipped_steps: int) -> None:
+        """Reacts to a skipped step.
+
+        Args:
+            gradients: What the step would have used.
+            window: Index of the window.
+            applied_steps: Steps taken so far.
+            skipped_steps: Steps skipped so far, this one included.
+
+        Raises:
+            NonFiniteTrainingError: If everything runs in fp32 and steps keep being skipped.
+        """
+        guard = self._knobs.guard
+        verdict = guard.on_skipped(self._knobs.is_all_wide)
+        if verdict is Verdict.STOP:
+            where = self._first_offender(gradients) or "unknown"
+            raise NonFiniteTrainingError(
+                f"Training stopped at window {window}: {guard.config.max_consecutive_skips} steps in a row had non-finite"
+                f" gradients although everything that can be moved runs in fp32. First offending layer: {where}. The"
+                f" weights are those of the last applied step ({applied_steps} applied, {skipped_steps} skipped)."
+                " Precision is not the cause: look at the learning rate, the data and the loss."
+            )
+        self._raise_offender(window + 1, applied_steps)
+        if verdict is Verdict.RAISE_ALL:
+            reason = f"{guard.config.max_consecutive_skips} steps in a row had non-finite gradients"
+            self._knobs.raise_all(window + 1, applied_steps, reason)
+            rank_zero_warn(f"autoprec: {reason}; everything runs in fp32 from here on.")
+        if verdict is Verdict.RAISE_ALL or guard.consecutive_skips >= _SKIPS_BEFORE_SEARCH:
+            self._start_search()
+
+    def located(self) -> Offender | None:
+        """Where the forward of the window left the range, if it did."""
+        offender = first_overflow(self._runtime.records)
+        if offender is None and self._telemetry.is_newest_loss_nonfinite():
+            offender = after_last_unit(self._runtime.records)
+        return offender
+
+    def _raise_offender(self, window: int, applied_steps: int) -> None:
+        offender = self.located()
+        if offender is None:
+            return
+        self.overflows[offender.name] = self.overflows.get(offender.name, 0) + 1
+        self._telemetry.note_overflow(offender.name)
+        self._knobs.raise_units({offender.name: offender.reason}, window, applied_steps)
+        self._runtime.records_inputs = True
+        if offender.is_between and not self._has_advised:
+            self._has_advised = True
+            rank_zero_info(
+                f"autoprec: {offender.reason}; {offender.name} goes to fp32, and with it what follows. If these are"
+                " attention scores, scale the queries before the product with the keys instead of the scores after it."
+            )
+
+    def _first_offender(self, gradients: Gradients | None) -> str | None:
+        where = self._locator.report() if self._locator is not None else None
+        if where is None and gradients is not None and self._root is not None:
+            where = gradients.first_nonfinite(self._root)
+        return where
+
+    def _start_search(self) -> None:
+        if self._locator is None and self._root is not None:
+            self._locator = Locator(self._root)
+            self._locator.start()
+
+    def _stop_search(self) -> None:
+        if self._locator is not None:
+            self._locator.stop()
+            self._locator = None
