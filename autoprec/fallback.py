@@ -65,9 +65,9 @@ class Fallback:
         if verdict is Verdict.STOP:
             where = self._first_offender(gradients) or "unknown"
             raise NonFiniteTrainingError(
-                f"Training stopped at window {window}: {guard.config.max_consecutive_skips} steps in a row had non-finite"
-                f" gradients although everything that can be moved runs in fp32. First offending layer: {where}. The"
-                f" weights are those of the last applied step ({applied_steps} applied, {skipped_steps} skipped)."
+                f"Training stopped at window {window}: {guard.config.max_consecutive_skips} steps in a row had"
+                f" non-finite gradients although everything that can be moved runs in fp32. First offending layer:"
+                f" {where}. The weights are those of the last applied step ({applied_steps} applied, {skipped_steps} skipped)."
                 " Precision is not the cause: look at the learning rate, the data and the loss."
             )
         self._raise_offender(window + 1, applied_steps)

@@ -174,6 +174,6 @@ def test_a08_recomputation_is_not_counted_as_a_forward() -> None:
     ap = scripted({0: all_in("fp16")})
     cpu(callbacks=[ap], max_epochs=2).fit(task)
     assert ap.steering is not None
-    assert ap.steering.overflows.get(LAYER) == 1
+    assert ap.steering.fallback.overflows.get(LAYER) == 1
     assert ap.precision_map()[LAYER] == "fp32"
     assert_finite(task)
