@@ -66,9 +66,9 @@ class Fallback:
             where = self._first_offender(gradients) or "unknown"
             raise NonFiniteTrainingError(
                 f"Training stopped at window {window}: {guard.config.max_consecutive_skips} steps in a row had"
-                f" non-finite gradients although everything that can be moved runs in fp32. First offending layer:"
-                f" {where}. The weights are those of the last applied step ({applied_steps} applied, {skipped_steps} skipped)."
-                " Precision is not the cause: look at the learning rate, the data and the loss."
+                " non-finite gradients although everything that can be moved runs in fp32. First offending layer:"
+                f" {where}. The weights are those of the last applied step ({applied_steps} applied, {skipped_steps}"
+                " skipped). Precision is not the cause: look at the learning rate, the data and the loss."
             )
         self._raise_offender(window + 1, applied_steps)
         if verdict is Verdict.RAISE_ALL:

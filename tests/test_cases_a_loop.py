@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import SGD
 
 from autoprec import Action, AutoPrecisionCallback
@@ -372,15 +373,25 @@ def test_a15_penalty_sees_first_order_gradients_unscaled(name: str, is_manual: b
     torch.testing.assert_close(seen[1], seen[0], rtol=0.03, atol=0.01)
 
 
-@pytest.mark.parametrize("name", ["tf32", "bf16", "fp16"])
+def penalty_alone(net: nn.Module, batch: Tensor, index: int) -> Tensor:
+    x = batch.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(net(x).float().square().sum(), x, create_graph=True)
+    loss: Tensor = gradient.float().square().sum(1).mean()
+    return loss
+
+
+@pytest.mark.parametrize("name", ["tf32", "bf16", "fp16", "int8", "fp8"])
 def test_a15_second_order_gradient_is_right(name: str) -> None:
-    """Every weight gets the gradient of the penalty, within the rounding of the format."""
+    """Every weight gets the gradient of the penalty, within the rounding of the format; none of it may be missing."""
     results = []
     for format_ in ("fp32", name):
         torch.manual_seed(0)
-        task = Task(critic(), torch.rand(8, 4), loss=penalised)
-        watch = Watch()
-        cpu(callbacks=[scripted({0: Action(precision={"*": format_})}), watch]).fit(task)
+        net = nn.Sequential(nn.Linear(16, 16), nn.Softplus(), nn.Linear(16, 16))
+        task = Task(net, torch.rand(8, 16), loss=penalty_alone)
+        ap, watch = scripted({0: all_in(format_)}), Watch()
+        cpu(callbacks=[ap, watch]).fit(task)
+        assert ap.precision_map() == {"net.0": format_, "net.2": format_}
         results.append(watch.gradients[0])
     for ours, theirs in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02)
+        assert F.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) > 0.999
+        assert float(ours.norm() / theirs.norm()) == pytest.approx(1.0, abs=0.05)
