@@ -22,7 +22,7 @@ from autoprec.encoding import decode, encode
 from autoprec.history import Decision, History
 from autoprec.knobs import KNOBS, Knobs
 from autoprec.plugins import check_base
-from autoprec.precision import AutoPrecision
+from autoprec.precision import AutoPrecision, PluginSettings
 from autoprec.steering import Steering
 from autoprec.summary import mean_bits, metrics, summarize
 
@@ -81,9 +81,9 @@ class AutoPrecisionCallback(Callback):
         self.verbose = verbose
         # made here so that bad arguments raise at once; setup gives it the Trainer's plugin
         self.plugin = AutoPrecision(config=self.config, knobs=knobs, eval_precision=eval_precision)
-        self._knobs = tuple(knobs)
-        self._eval_precision = eval_precision
+        self._settings = self.plugin.settings
         self._found: Any = None
+        self._found_settings: PluginSettings | None = None
         self._owner: Any = None
         self._reset()
 
@@ -177,13 +177,13 @@ class AutoPrecisionCallback(Callback):
         self._reset()
         found = trainer.strategy.precision_plugin
         if isinstance(found, AutoPrecision):
-            self.plugin = found
+            self._found_settings = found.settings
         else:
-            self.plugin = AutoPrecision(
-                base=check_base(found), config=self.config, knobs=self._knobs, eval_precision=self._eval_precision
-            )
-            trainer.strategy.precision_plugin = self.plugin
             self._found = found
+            found = AutoPrecision(base=check_base(found))
+            trainer.strategy.precision_plugin = found
+        found.settings = self._settings
+        self.plugin = found
         self._owner = trainer
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -227,6 +227,8 @@ class AutoPrecisionCallback(Callback):
             self.plugin.release()
             trainer.strategy.precision_plugin = self._found
             self._found = None
+        elif self._found_settings is not None:
+            self.plugin.settings, self._found_settings = self._found_settings, None
 
     # ---- boundaries ----
 

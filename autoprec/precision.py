@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -51,6 +51,14 @@ class _StepSkipped(Exception):
         self.result = result
 
 
+class PluginSettings(NamedTuple):
+    """What the callback hands to the plugin: settings, knobs that may be moved, precision of evaluation."""
+
+    config: AutoPrecisionConfig
+    knobs: tuple[str, ...]
+    eval_precision: str
+
+
 class AutoPrecision(Precision):
     """Per-layer precision, loss scale, clipping and a finite-step guard for Lightning's Trainer.
 
@@ -62,7 +70,8 @@ class AutoPrecision(Precision):
         base: The plugin whose precision is the starting point, also used in evaluation. Default: ``32-true``.
         config: Settings.
         knobs: Knobs that may be moved, out of ``"precision"``, ``"loss_scale"``, ``"batch_size"``, ``"clip"``. Without
-            ``"precision"`` no layer is touched. The guard is always on.
+            ``"precision"`` no layer is touched; with ``"clip"`` the threshold follows the running median of the
+            gradient norm unless the Trainer has one. The guard is always on.
         eval_precision: ``"base"`` evaluates as the Trainer would without autoprec, ``"current"`` in the units' formats.
 
     Raises:
@@ -76,13 +85,13 @@ class AutoPrecision(Precision):
         *,
         base: Precision | None = None,
         config: AutoPrecisionConfig | None = None,
-        knobs: Sequence[str] = KNOBS,
+        knobs: Sequence[str] = ("precision", "loss_scale"),
         eval_precision: Literal["base", "current"] = "base",
     ) -> None:
-        self.config = config or AutoPrecisionConfig()
+        self.settings = PluginSettings(
+            config or AutoPrecisionConfig(), _check_knobs(knobs), _check_eval_precision(eval_precision)
+        )
         self.initial_formats = Action(precision=formats or {}).precision
-        self.wanted_knobs = _check_knobs(knobs)
-        self.eval_precision = _check_eval_precision(eval_precision)
         self.base = check_base(base or Precision())
         self.precision = self.base.precision
         self.steering: Steering | None = None
@@ -115,12 +124,12 @@ class AutoPrecision(Precision):
         device = trainer.strategy.root_device
         return Steering(
             root,
-            find_units(root, device, self.config.granularity),
+            find_units(root, device, self.settings.config.granularity),
             device.type,
-            self.config,
-            masks_of(root, trainer, self.base, self.wanted_knobs),
+            self.settings.config,
+            masks_of(root, trainer, self.base, self.settings.knobs),
             Base(str(self.base.precision), base_format(self.base), clip_of(trainer)),
-            loss_scale_of(self.base, self.config.loss_scale, "loss_scale" in self.wanted_knobs),
+            loss_scale_of(self.base, self.settings.config.loss_scale, "loss_scale" in self.settings.knobs),
             root.automatic_optimization,
         )
 
@@ -202,7 +211,7 @@ class AutoPrecision(Precision):
     def val_step_context(self) -> Generator[None, None, None]:
         """Runs a validation step in the base precision, or in the units' formats if asked to."""
         steering = self._active
-        if steering is None or self.eval_precision == "base":
+        if steering is None or self.settings.eval_precision == "base":
             with self.base.val_step_context():
                 yield
             return

@@ -234,7 +234,9 @@ def asking(step: int, hook: str, action: Action) -> LambdaCallback:
     return LambdaCallback(**{hook: ask})
 
 
-@pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"])
+@pytest.mark.parametrize(
+    "hook", ["on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"]
+)
 def test_request_is_deferred_and_applied_at_the_boundary(hook: str) -> None:
     action = Action(precision={"net.2": "bf16"}, loss_scale=64.0, clip=0.25)
     callback = scripted({})

@@ -172,8 +172,9 @@ def test_g02_an_overflow_in_the_forward_raises_its_layer_and_spares_the_scale(gr
 
 def test_g02_an_overflow_after_the_last_layer_raises_it() -> None:
     def growing(net: nn.Module, batch: Tensor, index: int) -> Tensor:
-        output = net(batch) * (1e6 if index >= 10 else 1.0)  # in the format of the last layer
-        value: Tensor = output.float().mean()
+        factor = 1e6 if index >= 10 else 1.0
+        output = net(batch) * factor  # in the format of the last layer
+        value: Tensor = (output.float() / factor).pow(2).mean()
         return value
 
     net, ap = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), scripted(config=FP16_ONLY)

@@ -121,9 +121,9 @@ def test_everything_on_the_command_line() -> None:
         ]
     )
     assert callback.controller.name == "fixed:bf16"
-    assert callback.plugin.wanted_knobs == ("precision", "clip")
+    assert callback.plugin.settings.knobs == ("precision", "clip")
     assert callback.interval == 7
-    assert callback.plugin.eval_precision == "current"
+    assert callback.plugin.settings.eval_precision == "current"
     assert str(callback.history_file) == "record.jsonl"
     assert callback.verbose is False
     assert callback.config == WANTED
@@ -151,7 +151,7 @@ def test_everything_in_yaml(tmp_path: Path) -> None:
         },
     )
     assert callback.controller.name == "fixed:int8"
-    assert callback.plugin.wanted_knobs == ("precision", "loss_scale")
+    assert callback.plugin.settings.knobs == ("precision", "loss_scale")
     assert callback.interval == 9
     assert callback.history_file is True
     assert callback.config == WANTED
@@ -162,7 +162,9 @@ def test_no_knobs_in_yaml(tmp_path: Path) -> None:
 
 
 def test_clip_off_in_yaml(tmp_path: Path) -> None:
-    assert from_yaml(tmp_path, {"config": {"clip": {"multiplier": float("inf")}}}).config.clip.multiplier == float("inf")
+    assert from_yaml(tmp_path, {"config": {"clip": {"multiplier": float("inf")}}}).config.clip.multiplier == float(
+        "inf"
+    )
 
 
 def test_controller_in_yaml(tmp_path: Path) -> None:
@@ -236,7 +238,12 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_printed_config_builds_the_same_callback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = "--trainer.callbacks"
-    args = [f"{prefix}+={NAME}", f"{prefix}.policy=fixed:bf16", f"{prefix}.config.guard.hold=11", f"{prefix}.interval=3"]
+    args = [
+        f"{prefix}+={NAME}",
+        f"{prefix}.policy=fixed:bf16",
+        f"{prefix}.config.guard.hold=11",
+        f"{prefix}.interval=3",
+    ]
     with pytest.raises(SystemExit):
         cli([*args, "--print_config"])
     path = tmp_path / "printed.yaml"

@@ -176,7 +176,9 @@ def test_model_checkpoint(tmp_path: Path) -> None:
 
 def test_stochastic_weight_averaging() -> None:
     options = {"max_epochs": 5}
-    trainer, net, _ = assert_works(lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)], lambda: options)
+    trainer, net, _ = assert_works(
+        lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)], lambda: options
+    )
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
 
 
@@ -198,9 +200,7 @@ def test_a19_ema_weight_averaging_is_fp32_and_moves() -> None:
 
 
 def test_gradient_accumulation_scheduler() -> None:
-    trainer, _, _ = assert_works(
-        lambda: [GradientAccumulationScheduler({0: 1, 1: 4, 2: 2})], lambda: {"max_epochs": 3}
-    )
+    trainer, _, _ = assert_works(lambda: [GradientAccumulationScheduler({0: 1, 1: 4, 2: 2})], lambda: {"max_epochs": 3})
     assert trainer.global_step == 8 + 2 + 4
 
 

@@ -18,9 +18,10 @@ from torch import nn
 
 from autoprec import Action, AutoPrecisionConfig, Decision
 from autoprec.autocast import ambient
+from autoprec.base import Base
 from autoprec.formats import FORMATS
 from autoprec.history import History
-from autoprec.knobs import Base, Knobs
+from autoprec.knobs import Knobs
 from autoprec.layers import Runtime, attach, detach
 from autoprec.loss_scale import LossScale
 from autoprec.units import find_units

@@ -19,7 +19,18 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCal
 from torch import Tensor, nn
 
 from autoprec import Action, AutoPrecisionCallback, ScriptedController
-from tests.small_fits import Full, Outcome, Plain, assert_identical, differences, fp16_plugin, loader, outcome, quiet, seed
+from tests.small_fits import (
+    Full,
+    Outcome,
+    Plain,
+    assert_identical,
+    differences,
+    fp16_plugin,
+    loader,
+    outcome,
+    quiet,
+    seed,
+)
 
 STEPS = 50
 
@@ -80,7 +91,13 @@ class Noisy(Full):
     def __init__(self, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
         super().__init__(make_optimizer)
         self.net = nn.Sequential(
-            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 2)
+            nn.Linear(8, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Dropout(0.3),
+            nn.Linear(16, 16),
+            nn.GELU(),
+            nn.Linear(16, 2),
         )
         self.scale = 1.0
         self.has_schedule = True

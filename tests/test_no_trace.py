@@ -150,9 +150,7 @@ def fit(make: Make, callbacks: list[Any], options: Make = dict, raises: Any = No
     return {**structure(module, trainer), "replaced": replaced(parts, identities(module))}
 
 
-def assert_no_trace(
-    make: Make, callback: Make, options: Make = dict, raises: Any = None, others: Make = list
-) -> None:
+def assert_no_trace(make: Make, callback: Make, options: Make = dict, raises: Any = None, others: Make = list) -> None:
     """Everything ends as it does without the callback, values aside."""
     plain = fit(make, others(), options, raises)
     ours = fit(make, [callback(), *others()], options, raises)
@@ -170,6 +168,8 @@ OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "64-true": lambda: {"precision": "64-true"},
     "clipped": lambda: {"gradient_clip_val": 0.5},
 }
+
+
 def one_epoch() -> dict[str, Any]:
     return {"num_sanity_val_steps": 0, "max_epochs": 1, "max_steps": -1}
 
@@ -270,7 +270,9 @@ def test_after_an_interrupt(where: str) -> None:
     )
 
 
-@pytest.mark.parametrize("where", ["setup", "configure_model", "configure_optimizers", "on_fit_start", "on_train_start"])
+@pytest.mark.parametrize(
+    "where", ["setup", "configure_model", "configure_optimizers", "on_fit_start", "on_train_start"]
+)
 def test_after_an_exception_while_setting_up(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise Stop("stop")
@@ -289,9 +291,7 @@ def test_after_the_guard_stopped() -> None:
         return {"max_steps": 80}
 
     module_before = fit(Zoo, [], lambda: {"max_steps": 1})
-    ours = fit(
-        Hopeless, [AutoPrecisionCallback("fixed:fp16", verbose=False)], options, raises=NonFiniteTrainingError
-    )
+    ours = fit(Hopeless, [AutoPrecisionCallback("fixed:fp16", verbose=False)], options, raises=NonFiniteTrainingError)
     assert {key: value[0] for key, value in ours.items() if key.startswith("module ") and key != "module "} == {
         key: value[0] for key, value in module_before.items() if key.startswith("module ") and key != "module "
     }

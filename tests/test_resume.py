@@ -387,7 +387,9 @@ def test_file_written_on_an_exception(tmp_path: Path) -> None:
     seed(5)
     first = scripted()
     trainer = quiet(
-        max_steps=TOTAL, callbacks=[first, Stumbles(), OnExceptionCheckpoint(tmp_path, "broken")], enable_checkpointing=True
+        max_steps=TOTAL,
+        callbacks=[first, Stumbles(), OnExceptionCheckpoint(tmp_path, "broken")],
+        enable_checkpointing=True,
     )
     with pytest.raises(InterruptedError):
         trainer.fit(Net(), StatefulLoader(), loader(16))
@@ -461,7 +463,8 @@ def test_goes_on_without_autoprec(checkpoint: Path, tmp_path: Path) -> None:
 
 def test_begins_from_a_plain_checkpoint(tmp_path: Path) -> None:
     Setup(lambda: None).fit(STOP, tmp_path, save_at=STOP)
-    result = Setup(rule).fit(STOP + 8, tmp_path, resume=tmp_path / f"step={STOP}.ckpt")
+    with pytest.warns(UserWarning, match="no autoprec state"):
+        result = Setup(rule).fit(STOP + 8, tmp_path, resume=tmp_path / f"step={STOP}.ckpt")
     assert result.callback is not None
     assert result.callback.applied_steps + result.callback.skipped_steps == 8
 
@@ -475,7 +478,8 @@ def test_static_scaler_is_taken_over_and_handed_back(tmp_path: Path) -> None:
     )
     through = static.fit(40, tmp_path / "through", save_at=40)
     static.fit(20, tmp_path / "static", save_at=20)
-    ours.fit(30, tmp_path / "ours", resume=tmp_path / "static" / "step=20.ckpt", save_at=30)
+    with pytest.warns(UserWarning, match="The loss scale goes on from the checkpoint's GradScaler"):
+        ours.fit(30, tmp_path / "ours", resume=tmp_path / "static" / "step=20.ckpt", save_at=30)
     with pytest.warns(UserWarning, match="AutoPrecisionCallback"):
         back = static.fit(40, tmp_path, resume=tmp_path / "ours" / "step=30.ckpt")
     scales = [result.trainer.precision_plugin.scaler.state_dict() for result in (through, back)]  # type: ignore[attr-defined]
