@@ -396,7 +396,8 @@ def _check_trainer(trainer: Any) -> None:
             f"AutoPrecisionCallback runs on one process, but `Trainer(strategy=..., devices=...)` starts"
             f" {trainer.world_size}. Use `devices=1`, or train without the callback."
         )
-    check_base(trainer.strategy.precision_plugin)
+    if not isinstance(trainer.strategy.precision_plugin, AutoPrecision):
+        check_base(trainer.strategy.precision_plugin)
 
 
 def _log_interval(trainer: Any) -> int:

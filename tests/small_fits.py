@@ -15,6 +15,8 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from autoprec import AutoPrecisionCallback
+
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
@@ -28,6 +30,11 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 def quiet(**options: Any) -> Trainer:
     return Trainer(**{**QUIET, **options})
+
+
+def callback_of(trainer: Any) -> AutoPrecisionCallback:
+    (callback,) = (each for each in trainer.callbacks if isinstance(each, AutoPrecisionCallback))
+    return callback
 
 
 def seed(value: int = 0) -> None:

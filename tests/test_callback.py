@@ -38,7 +38,7 @@ from autoprec import (
     RuleController,
     ScriptedController,
 )
-from tests.small_fits import Plain, assert_identical, fp16_plugin, loader, outcome, quiet, seed
+from tests.small_fits import Plain, assert_identical, callback_of, fp16_plugin, loader, outcome, quiet, seed
 
 
 def fit(callback: AutoPrecisionCallback, module: Plain | None = None, **options: Any) -> Trainer:
@@ -228,7 +228,7 @@ def asking(step: int, hook: str, action: Action) -> LambdaCallback:
     def ask(trainer: Trainer, module: pl.LightningModule, *args: Any) -> None:
         if trainer.global_step == step and not ask.done:  # type: ignore[attr-defined]
             ask.done = True  # type: ignore[attr-defined]
-            next(c for c in trainer.callbacks if isinstance(c, AutoPrecisionCallback)).request(action)
+            callback_of(trainer).request(action)
 
     ask.done = False  # type: ignore[attr-defined]
     return LambdaCallback(**{hook: ask})
@@ -554,7 +554,7 @@ def test_history_file(where: str, ends: str, tmp_path: Path) -> None:
         if ends == "badly" and trainer.global_step == 5:
             raise ZeroDivisionError
 
-    options = {"logger": logger, "default_root_dir": tmp_path / "root"}
+    options: dict[str, Any] = {"logger": logger, "default_root_dir": tmp_path / "root"}
     watch = LambdaCallback(on_train_batch_start=stop)
     if ends == "badly":
         with pytest.raises(ZeroDivisionError):
@@ -563,7 +563,7 @@ def test_history_file(where: str, ends: str, tmp_path: Path) -> None:
         fit(callback, **options)
     places = {
         "path": tmp_path / "deep" / "record.jsonl",
-        "log_dir": Path(logger.log_dir if logger else "") / "autoprec.jsonl",
+        "log_dir": Path(logger.log_dir if isinstance(logger, CSVLogger) else "") / "autoprec.jsonl",
         "no logger": tmp_path / "root" / "autoprec.jsonl",
     }
     assert History.from_jsonl(places[where]) == callback.history
@@ -694,7 +694,7 @@ def test_module_that_another_tool_prepared(printed: pytest.LogCaptureFixture) ->
     module.extra = nn.Linear(2, 2).bfloat16()
     module.extra.requires_grad_(False)
     module.net[2] = nn.utils.parametrizations.weight_norm(nn.Linear(16, 2))
-    module.net[0].forward = module.net[0].forward  # type: ignore[method-assign]
+    module.net[0].forward = module.net[0].forward
     callback = AutoPrecisionCallback("fixed:bf16")
     fit(callback, module)
     assert callback.precision_map() == {"net.0": "fp32", "net.2": "bf16", "extra": "fp32"}

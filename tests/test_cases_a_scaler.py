@@ -73,7 +73,9 @@ def test_a03_scale_never_falls_below_its_floor_and_training_stops() -> None:
 
 
 def test_a03_fp16_is_left_after_twenty_skips_in_a_row() -> None:
-    ap, task = scripted(), Lin(2400, 8, loss=always_inf)
+    """Nothing but the gradient is bad, so that no layer can be found to blame."""
+    ap, task = scripted(), Lin(2400, 8)
+    next(task.net.parameters()).register_hook(lambda grad: grad * math.nan)
     watch = Watch(ap)
     with stops_for_good():
         cpu(plugins=fp16cpu(65536), callbacks=[ap, watch]).fit(task)
@@ -82,6 +84,15 @@ def test_a03_fp16_is_left_after_twenty_skips_in_a_row() -> None:
     raised = [d for d in rows(ap.history, "precision") if d.applied == "fp32"]
     assert [d.unit for d in raised] == ["net"]
     assert "20 steps in a row" in raised[0].reason
+    assert min(watch.scales) == 1.0
+
+
+def test_a03_layer_before_an_overflow_leaves_fp16_at_once() -> None:
+    ap, task = scripted(), Lin(2400, 8, loss=always_inf)
+    watch = Watch(ap)
+    with stops_for_good():
+        cpu(plugins=fp16cpu(65536), callbacks=[ap, watch]).fit(task)
+    assert [m["net"] for m in watch.maps].index("fp32") <= 20
 
 
 @pytest.mark.parametrize("limit", [1, 5])

@@ -28,7 +28,7 @@ from autoprec import (
     RuleController,
     ScriptedController,
 )
-from tests.small_fits import Full, loader
+from tests.small_fits import Full, callback_of, loader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LightningCLI's args parameter is intended:UserWarning"),
@@ -70,8 +70,7 @@ def cli(args: list[str], run: bool = False, **options: Any) -> LightningCLI:
 
 
 def built(args: list[str]) -> AutoPrecisionCallback:
-    (callback,) = (c for c in cli(args).trainer.callbacks if isinstance(c, AutoPrecisionCallback))  # type: ignore[attr-defined]
-    return callback
+    return callback_of(cli(args).trainer)
 
 
 def from_yaml(folder: Path, init_args: Mapping[str, Any]) -> AutoPrecisionCallback:
@@ -158,7 +157,7 @@ def test_everything_in_yaml(tmp_path: Path) -> None:
 
 
 def test_no_knobs_in_yaml(tmp_path: Path) -> None:
-    assert from_yaml(tmp_path, {"knobs": []}).plugin.wanted_knobs == ()
+    assert from_yaml(tmp_path, {"knobs": []}).plugin.settings.knobs == ()
 
 
 def test_clip_off_in_yaml(tmp_path: Path) -> None:
@@ -275,7 +274,7 @@ def test_saved_config_trains_again(tmp_path: Path) -> None:
     again = cli(["fit", "--config", str(saved), "--trainer.logger=false"], run=True)
     maps = []
     for run in (first, again):
-        (callback,) = (c for c in run.trainer.callbacks if isinstance(c, AutoPrecisionCallback))  # type: ignore[attr-defined]
+        callback = callback_of(run.trainer)
         assert callback.applied_steps == 8
         assert callback.config.clip.multiplier == 2
         maps.append(callback.precision_map())
@@ -286,12 +285,12 @@ def test_plugin_in_yaml(tmp_path: Path) -> None:
     plugin = {"class_path": "autoprec.AutoPrecision", "init_args": {"formats": {"*": "bf16"}, "knobs": ["precision"]}}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"trainer": {"plugins": [plugin]}}))
-    found = cli(["--config", str(path)]).trainer.precision_plugin  # type: ignore[attr-defined]
+    found = cli(["--config", str(path)]).trainer.precision_plugin
     assert type(found) is AutoPrecision
     assert found.initial_formats == {"*": "bf16"}
 
 
 def test_strategy_by_name() -> None:
     trainer = cli(["--trainer.strategy=autoprec", "--trainer.precision=bf16-mixed"]).trainer
-    assert type(trainer.strategy) is AutoPrecisionStrategy  # type: ignore[attr-defined]
+    assert type(trainer.strategy) is AutoPrecisionStrategy
     assert trainer.precision_plugin.base.precision == "bf16-mixed"  # type: ignore[attr-defined]

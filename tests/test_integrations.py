@@ -116,7 +116,7 @@ def assert_works(others: Make = list, options: Make = dict, make: Make = Net) ->
     trainer, net = fit([callback, *others()], make, **options())
     assert {d.applied for d in callback.history if d.knob == "precision"} == {"bf16", "fp16", "int8", "fp32"}
     # SWA's pass over the data for running statistics moves Lightning's counter, too
-    extra = any(isinstance(other, StochasticWeightAveraging) for other in trainer.callbacks)
+    extra = any(isinstance(each, StochasticWeightAveraging) for each in others())
     assert callback.applied_steps + callback.skipped_steps == trainer.global_step - extra
     assert all(bool(torch.isfinite(value).all()) for value in net.state_dict().values() if value.is_floating_point())
     kinds = {type(part) for part in net.modules()}
@@ -155,8 +155,8 @@ def test_early_stopping_stops() -> None:
 def test_learning_rate_monitor_and_device_stats(tmp_path: Path) -> None:
     pytest.importorskip("psutil")
     logger = CSVLogger(tmp_path)
-    options = {"logger": logger, "log_every_n_steps": 1}
-    fit([steered(), LearningRateMonitor("step"), DeviceStatsMonitor(cpu_stats=True)], **options)
+    others = [LearningRateMonitor("step"), DeviceStatsMonitor(cpu_stats=True)]
+    fit([steered(), *others], logger=logger, log_every_n_steps=1)
     header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"lr-AdamW", "autoprec/bits", "val_loss"} <= set(header)
     assert any("cpu_percent" in name for name in header)
@@ -187,7 +187,7 @@ def test_a19_ema_weight_averaging_is_fp32_and_moves() -> None:
 
     class Peek(EMAWeightAveraging):
         def on_train_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
-            averages.append({key: value.clone() for key, value in self._average_model.module.state_dict().items()})  # type: ignore[union-attr, operator]
+            averages.append({key: value.clone() for key, value in self._average_model.module.state_dict().items()})  # type: ignore[union-attr]
             super().on_train_end(trainer, pl_module)
 
     _, _, _ = assert_works(lambda: [Peek(decay=0.99)])
@@ -425,7 +425,7 @@ def test_loader_that_yields_none() -> None:
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        yield from rows(40)
+        yield from list(zip(*rows(40).tensors, strict=True))
 
 
 def test_iterable_dataset_without_a_length() -> None:
@@ -444,7 +444,7 @@ def test_several_loaders(mode: Any) -> None:
 
         def loss(self, batch: Any) -> Tensor:
             parts = batch.values() if isinstance(batch, dict) else [batch]
-            return sum(super(Several, self).loss(part) for part in parts)  # type: ignore[return-value, misc]
+            return sum(super(Several, self).loss(part) for part in parts)  # type: ignore[return-value]
 
     assert_works(make=Several)
 
@@ -566,7 +566,7 @@ def test_peft_lora(policy: str) -> None:
         assert set(formats.values()) == {wanted}
     assert list(module.state_dict()) == keys
     assert all(torch.equal(value, frozen[name]) for name, value in module.named_parameters() if name in frozen)
-    merged = module.net.merge_and_unload()
+    merged = module.net.merge_and_unload()  # type: ignore[operator]
     assert type(merged[0]) is nn.Linear
 
 

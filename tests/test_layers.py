@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
+from autoprec import AutoPrecisionCallback
 from autoprec.formats import FP16
 from tests.steered import (
     BF16,
@@ -34,6 +35,7 @@ from tests.steered import (
     tensors,
     under_autocast,
 )
+from tests.support import Task, cpu, fp16cpu
 
 pytestmark = TORCH_REMARKS
 
@@ -172,6 +174,62 @@ def test_integers_and_float64_are_left_alone() -> None:
             layer(torch.randn(2, 4, dtype=BF16), torch.randn(2, dtype=torch.float64), torch.arange(2))
         assert layer.seen[1:] == [torch.float64, torch.int64]
         assert name != "fp32" or layer.seen[0] == torch.float32
+
+
+# ---- a whole fit ----
+
+
+class Mixed(nn.Module):
+    """Layers of several kinds, raw operations between them, a loss in autocast's list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv1d(1, 4, 3)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x[:, None]).transpose(1, 2).relu()
+        h = h + self.attention(h, h, h)[0]
+        scores = h @ h.transpose(1, 2)
+        y: Tensor = self.head((scores @ h).mean(1))
+        return y
+
+
+def fitted(**trainer: Any) -> tuple[dict[str, Tensor], Task]:
+    def loss(net: nn.Module, batch: Tensor, index: int) -> Tensor:
+        return F.cross_entropy(net(batch), torch.arange(len(batch)) % 3)
+
+    module = Task(Mixed(), inputs([(64, 10)])[0].detach(), 8, loss=loss)
+    cpu(**trainer).fit(module)
+    return module.state_dict(), module
+
+
+def fixed(name: str) -> AutoPrecisionCallback:
+    return AutoPrecisionCallback(policy=f"fixed:{name}", knobs=("precision", "loss_scale"), verbose=False)
+
+
+@pytest.mark.parametrize("base", ["32-true", "bf16-mixed"])
+def test_a_fit_in_bf16_is_bf16_mixed_bit_for_bit(base: str) -> None:
+    found, _ = fitted(callbacks=[fixed("bf16")], precision=base)
+    expected, _ = fitted(precision="bf16-mixed")
+    plain, _ = fitted()
+    assert_equal(list(found.values()), list(expected.values()))
+    assert not torch.equal(found["net.head.weight"], plain["net.head.weight"])
+
+
+def test_a_fit_in_fp32_under_bf16_mixed_is_32_true_bit_for_bit() -> None:
+    found, _ = fitted(callbacks=[fixed("fp32")], precision="bf16-mixed")
+    expected, _ = fitted()
+    assert_equal(list(found.values()), list(expected.values()))
+
+
+def test_a_fit_in_fp16_is_16_mixed_to_the_rounding() -> None:
+    scaler = {"plugins": fp16cpu(256.0)}
+    found, _ = fitted(callbacks=[fixed("fp16")], **scaler)
+    expected, _ = fitted(plugins=fp16cpu(256.0))
+    assert_near(list(found.values()), list(expected.values()), 5e-3)
 
 
 # ---- g01: fp32 means fp32 ----

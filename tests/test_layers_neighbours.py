@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from autoprec import Action
 from autoprec.autocast import ambient
 from autoprec.layers import detach
 from autoprec.trial import Trial
@@ -28,6 +29,7 @@ from tests.steered import (
     inputs,
     steered,
 )
+from tests.support import Task, assert_finite, cpu, scripted
 
 pytestmark = TORCH_REMARKS
 
@@ -81,6 +83,19 @@ def test_d08_any_map_on_neighbouring_layers_runs(first: str) -> None:
             assert parameter.grad is not None
             assert parameter.grad.dtype == torch.float32
             assert torch.isfinite(parameter.grad).all()
+
+
+def test_d08_any_map_survives_a_fit() -> None:
+    names = ("fp32", "bf16", "fp16", "fp8", "int8")
+    for first, second, third in itertools.product(names, names, names):
+        net = Neighbours()
+        formats = {"net.first": first, "net.second": second, "net.third": third}
+        ap = scripted({0: Action(precision=formats)}, verbose=False)
+        cpu(callbacks=[ap]).fit(Task(net, torch.randn(32, 16), 16))
+        assert (ap.applied_steps, ap.skipped_steps) == (2, 0), formats
+        changed = {name for name, value in ap.precision_map().items() if value != formats[name]}
+        assert not changed or {"fp16"} < set(formats.values())
+        assert_finite(net)
 
 
 def test_d08_residual_of_embedding_and_two_linears() -> None:
@@ -153,6 +168,33 @@ def test_encoder_layer_runs_in_its_formats(name: str, is_training: bool) -> None
     assert output.dtype == {"bf16": BF16, "fp16": HALF, "fp32": torch.float32}[name]
     assert_near([output], [plain], {"bf16": 0.02, "fp16": 0.002, "fp32": 1e-6}[name])
     assert layer.self_attn.out_proj.weight.grad is not None
+
+
+class Distilled(nn.Module):
+    """A frozen teacher in eval mode beside a student; torch runs the teacher through a fused path if it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(16, 16)
+        self.teacher = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).requires_grad_(False)
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.teacher.eval()
+        with torch.no_grad():
+            target = self.teacher(x)
+        self.seen.add(target.dtype)
+        y: Tensor = self.student(x) - target
+        return y
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", BF16), ("fp16", HALF)])
+def test_encoder_in_eval_mode_inside_a_training_step_runs_in_its_formats(name: str, dtype: torch.dtype) -> None:
+    net, fast_path = Distilled(), torch.backends.mha.get_fastpath_enabled()
+    formats = {"net.teacher.*": name, "net.teacher.norm*": name}
+    cpu(callbacks=[scripted({0: Action(precision=formats)})]).fit(Task(net, torch.randn(8, 5, 16), 4))
+    assert net.seen == {dtype}
+    assert torch.backends.mha.get_fastpath_enabled() == fast_path
 
 
 def test_attention_is_one_unit_whose_parts_follow_it() -> None:

@@ -42,7 +42,7 @@ class SignSGD(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -133,7 +133,7 @@ class Manual(Noisy):
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         optimizer.step()  # type: ignore[union-attr]
         optimizer.zero_grad()  # type: ignore[union-attr]
-        schedule.step()  # type: ignore[union-attr, call-arg]
+        schedule.step()  # type: ignore[union-attr]
 
 
 def run(make: Callable[[], Plain], is_watched: bool, callbacks: Sequence[Any] = (), **options: Any) -> Outcome:
@@ -327,7 +327,7 @@ class TwoOptimizers(Noisy):
         self.judge = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 1))
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
-        for index, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
+        for index, optimizer in enumerate(self.optimizers()):
             self.toggle_optimizer(optimizer)
             out = self.judge(self.net(batch[0])).float().mean()
             optimizer.zero_grad()

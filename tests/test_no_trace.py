@@ -126,7 +126,6 @@ def process_state() -> dict[str, Any]:
         "multithreaded backward": torch.autograd.is_multithreading_enabled(),
         "function mode": torch._C._len_torch_function_stack(),
         "dispatch mode": torch._C._len_torch_dispatch_stack(),
-        "saved tensor hooks": torch._C._autograd._saved_tensors_hooks_is_enabled(),
         "linear": (torch.nn.Linear.forward, torch.nn.functional.linear, torch.Tensor.backward),
         "excepthook": sys.excepthook,
     }

@@ -36,6 +36,7 @@ from tests.small_fits import (
     Plain,
     StatefulLoader,
     assert_identical,
+    callback_of,
     fp16_plugin,
     loader,
     outcome,
@@ -274,8 +275,7 @@ class Asks(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: pl.LightningModule, *args: Any) -> None:
         if trainer.global_step == self.step:
-            watcher = next(c for c in trainer.callbacks if isinstance(c, AutoPrecisionCallback))
-            watcher.request(Action(precision={"net.4": "int8"}, clip=0.25))
+            callback_of(trainer).request(Action(precision={"net.4": "int8"}, clip=0.25))
 
 
 def test_request_that_waits_for_the_boundary(tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def test_file_written_on_an_exception(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
 
     def look(trainer: Trainer, module: pl.LightningModule) -> None:
-        second = next(c for c in trainer.callbacks if isinstance(c, AutoPrecisionCallback))
+        second = callback_of(trainer)
         assert_same_state(first, second)
         seen.append(dict(second.precision_map()))
 

@@ -166,7 +166,12 @@ def test_plateau_is_not_held(interval: str) -> None:
     def plateau(optimizer: Any) -> Any:
         schedule = lr_scheduler.ReduceLROnPlateau(optimizer)
         original = schedule.step
-        schedule.step = lambda metric: (seen.append(float(metric)), original(metric))[1]  # type: ignore[method-assign]
+
+        def step(metric: Any) -> None:
+            seen.append(float(metric))
+            original(metric)
+
+        schedule.step = step  # type: ignore[assignment, method-assign]
         return schedule
 
     class Monitored(Skips):
@@ -219,8 +224,9 @@ def test_a02_own_hook_for_a_schedule_that_is_not_torchs() -> None:
 
     module = OwnHook(Bare)
     fit(module)
-    assert module.trainer.lr_scheduler_configs[0].scheduler.count == APPLIED
-    assert type(module.trainer.lr_scheduler_configs[0].scheduler) is Bare
+    schedule: Any = module.trainer.lr_scheduler_configs[0].scheduler
+    assert schedule.count == APPLIED
+    assert type(schedule) is Bare
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +69,10 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module", params=["ddp_spawn", "ddp_notebook"])
-def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     if request.param == "ddp_notebook" and not hasattr(os, "fork"):
         pytest.skip("needs fork")
-    yield launch(request.param, tmp_path_factory.mktemp(request.param) / "history.jsonl")
+    return launch(request.param, tmp_path_factory.mktemp(request.param) / "history.jsonl")
 
 
 def test_weights_are_those_of_a_run_in_this_process(launched: Run, in_process: Run) -> None:

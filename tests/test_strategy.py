@@ -36,6 +36,7 @@ def test_precision_of_the_trainer_is_the_starting_point(precision: Any) -> None:
     plugin = trainer.precision_plugin
     assert type(trainer.strategy) is AutoPrecisionStrategy
     assert type(plugin) is AutoPrecision
+    assert plugin.steering is not None
     assert trainer.precision == plugin.base.precision == precision
     assert plugin.steering.applied_steps + plugin.steering.skipped_steps == 16
 
@@ -63,12 +64,12 @@ def test_with_the_callback_it_trains_as_the_callback_alone() -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_plugin_given_beside_it_is_used(precision: str) -> None:
-    base = quiet(precision=precision).precision_plugin  # type: ignore[arg-type]
+def test_plugin_given_beside_it_is_used(precision: Any) -> None:
+    base = quiet(precision=precision).precision_plugin
     plugin = AutoPrecision({"*": "int8"}, base=base)
     trainer, _, got = fit(strategy="autoprec", plugins=[plugin])
     assert trainer.precision_plugin is plugin
-    again = AutoPrecision({"*": "int8"}, base=quiet(precision=precision).precision_plugin)  # type: ignore[arg-type]
+    again = AutoPrecision({"*": "int8"}, base=quiet(precision=precision).precision_plugin)
     assert_identical(fit(plugins=[again])[2], got)
 
 
@@ -86,6 +87,7 @@ def test_strategy_object(plugin: Precision | None) -> None:
     trainer, _, _ = fit(strategy=strategy)
     assert trainer.strategy is strategy
     assert isinstance(trainer.precision_plugin, AutoPrecision)
+    assert trainer.precision_plugin.steering is not None
     formats = set(trainer.precision_plugin.steering.knobs.precision_map().values())
     assert formats == ({"bf16"} if isinstance(plugin, AutoPrecision) else {"fp32"})
 

@@ -100,8 +100,8 @@ def _print_results(console: Console, summaries: Sequence[TaskSummary], settings:
 def conditions(settings: DemoSettings, warmup: int) -> str:
     """Returns under which conditions the arms were compared, ``warmup`` steps not counting."""
     return (
-        f"Conditions: CPU, threads: {settings.threads}; each run in its own process, a few steps in turn, order"
-        " reversed every round; same seeds, initial weights and order of samples in every arm. A step is the whole time"
+        f"Conditions: CPU, threads: {settings.threads}, waiting passively; each run in its own process, a few steps in"
+        " turn, order reversed every round; same seeds, initial weights and order of samples in every arm. A step is the whole time"
         f" from one batch to the next, the first {warmup} left out. All arms clip the gradient norm, starting at"
         f" {CLIP_NORM:g}; AdamW is the default, not the fused one, because Lightning refuses fused AdamW with clipping"
         f" under bf16-mixed. {ARMS[-1].name} decides every {INTERVAL} steps instead of every 50, because the runs are"

@@ -1,7 +1,6 @@
 """One run in its own process: a real ``Trainer.fit`` that steps only while it is its turn.
 
-Between turns the process blocks on a pipe and uses no processor time; the OpenMP threads of torch stop spinning within
-milliseconds of the last operation.
+Between turns the process blocks on a pipe and uses no processor time.
 """
 
 from __future__ import annotations
