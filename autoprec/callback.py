@@ -22,7 +22,8 @@ from autoprec.encoding import decode, encode
 from autoprec.history import Decision, History
 from autoprec.knobs import KNOBS, Knobs
 from autoprec.plugins import check_base
-from autoprec.precision import AutoPrecision, PluginSettings
+from autoprec.precision import AutoPrecision
+from autoprec.settings import PluginSettings
 from autoprec.steering import Steering
 from autoprec.summary import mean_bits, metrics, summarize
 
@@ -72,16 +73,20 @@ class AutoPrecisionCallback(Callback):
     ) -> None:
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
             raise ValueError(f"Passed `AutoPrecisionCallback(interval={interval!r})`. `interval` must be an int >= 1.")
-        self.config = config or AutoPrecisionConfig()
+        if not isinstance(history_file, (bool, str, Path)):
+            raise TypeError(
+                f"Passed `AutoPrecisionCallback(history_file={history_file!r})`. It must be a bool or a path."
+            )
+        # made here so that bad arguments raise at once; setup gives it the Trainer's plugin
+        self.plugin = AutoPrecision(config=config, knobs=knobs, eval_precision=eval_precision)
+        self._settings = self.plugin.settings
+        self.config = self._settings.config
         self.controller = resolve_policy(policy, self.config)
         # asking costs a copy of the random states, which steps without a script need not pay
         self._is_scripted = type(self.controller).step_action is not Controller.step_action
         self.interval = interval
         self.history_file = history_file
         self.verbose = verbose
-        # made here so that bad arguments raise at once; setup gives it the Trainer's plugin
-        self.plugin = AutoPrecision(config=self.config, knobs=knobs, eval_precision=eval_precision)
-        self._settings = self.plugin.settings
         self._found: Any = None
         self._found_settings: PluginSettings | None = None
         self._owner: Any = None

@@ -103,10 +103,12 @@ def attach(units: Sequence[Unit], runtime: Runtime) -> dict[str, str]:
     for unit in units:
         if unit.reason is not None:
             continue
+        if any("_autoprec" in module.__dict__ for module in unit.modules):
+            refused[unit.name] = "another fit steers it"
+            continue
         try:
             for module in unit.modules:
-                if "_autoprec" not in module.__dict__:
-                    module.__class__ = _steered_class(type(module))
+                module.__class__ = _steered_class(type(module))
                 module.__dict__["_autoprec"] = ModuleState(unit.name, runtime, _fan_in(module))
         except TypeError as error:
             detach([unit])
@@ -114,12 +116,19 @@ def attach(units: Sequence[Unit], runtime: Runtime) -> dict[str, str]:
     return refused
 
 
-def detach(units: Sequence[Unit]) -> None:
-    """Gives every module its own class back; may be called at any time, also twice."""
+def detach(units: Sequence[Unit], runtime: Runtime | None = None) -> None:
+    """Gives every module its own class back; may be called at any time, also twice.
+
+    Args:
+        units: Units to let go.
+        runtime: Only let go of modules that were attached with it, ``None`` for all.
+    """
     for unit in units:
         for module in unit.modules:
-            module.__dict__.pop("_autoprec", None)
-            undo_lookalike(module)
+            state: ModuleState | None = module.__dict__.get("_autoprec")
+            if state is None or runtime is None or state.runtime is runtime:
+                module.__dict__.pop("_autoprec", None)
+                undo_lookalike(module)
 
 
 def set_format(unit: Unit, format_name: str | None) -> None:

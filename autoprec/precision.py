@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -28,11 +28,11 @@ from autoprec.action import Action
 from autoprec.base import Base
 from autoprec.config import AutoPrecisionConfig
 from autoprec.gradients import Gradients, StepUndo
-from autoprec.knobs import KNOBS
 from autoprec.masks import clip_of, has_gradient_hooks, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
 from autoprec.regions import formats_region, recomputation_region
 from autoprec.retry import StepRetry
+from autoprec.settings import checked_settings
 from autoprec.steering import Steering
 from autoprec.units import find_units
 
@@ -49,14 +49,6 @@ class _StepSkipped(Exception):
     def __init__(self, result: Any) -> None:
         super().__init__("the step is skipped: a gradient is not finite")
         self.result = result
-
-
-class PluginSettings(NamedTuple):
-    """What the callback hands to the plugin: settings, knobs that may be moved, precision of evaluation."""
-
-    config: AutoPrecisionConfig
-    knobs: tuple[str, ...]
-    eval_precision: str
 
 
 class AutoPrecision(Precision):
@@ -88,9 +80,7 @@ class AutoPrecision(Precision):
         knobs: Sequence[str] = ("precision", "loss_scale"),
         eval_precision: Literal["base", "current"] = "base",
     ) -> None:
-        self.settings = PluginSettings(
-            config or AutoPrecisionConfig(), _check_knobs(knobs), _check_eval_precision(eval_precision)
-        )
+        self.settings = checked_settings(config, knobs, eval_precision)
         self.initial_formats = Action(precision=formats or {}).precision
         self.base = check_base(base or Precision())
         self.precision = self.base.precision
@@ -394,19 +384,6 @@ class AutoPrecision(Precision):
         if self.steering is not None and getattr(self.base, "scaler", None) is not None:
             state = self.steering.knobs.loss_scale.state_dict()
             checkpoint["MixedPrecision"] = {key: value for key, value in state.items() if key != "enabled"}
-
-
-def _check_knobs(knobs: Sequence[str]) -> tuple[str, ...]:
-    unknown = [knob for knob in knobs if knob not in KNOBS]
-    if isinstance(knobs, str) or unknown:
-        raise ValueError(f"Passed `knobs={knobs!r}`. `knobs` must hold names out of {list(KNOBS)}.")
-    return tuple(knobs)
-
-
-def _check_eval_precision(value: str) -> str:
-    if value not in ("base", "current"):
-        raise ValueError(f"Passed `eval_precision={value!r}`. It must be 'base' or 'current'.")
-    return value
 
 
 def _callbacks_of(trainer: Any) -> Sequence[pl.Callback]:

@@ -111,7 +111,7 @@ class Steering:
         """Leaves module and schedules as they were found; what was measured and decided stays readable."""
         self.fallback.release()
         self.schedules.detach()
-        detach(list(self.knobs.units.values()))
+        detach(list(self.knobs.units.values()), self.runtime)
         self._root = self._shadow = self.trial = None
 
     # ---- windows ----
