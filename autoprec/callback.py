@@ -15,12 +15,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from autoprec.action import Action
-from autoprec.collect import read_globals, read_units, steered_units
+from autoprec.collect import read_globals, read_units
 from autoprec.config import AutoPrecisionConfig
 from autoprec.controller import Controller, resolve_policy, save_map
 from autoprec.encoding import decode, encode
 from autoprec.history import Decision, History
-from autoprec.knobs import KNOBS, Knobs
+from autoprec.knobs import KNOBS, Knobs, steered_units
 from autoprec.plugins import check_base
 from autoprec.precision import AutoPrecision
 from autoprec.settings import PluginSettings
@@ -318,8 +318,9 @@ class AutoPrecisionCallback(Callback):
         self._fit.finish_window()
         if trainer.barebones or self._fit.window % max(_log_interval(trainer), 1):
             return
-        self.log_dict(metrics(self._fit))
-        self.log("autoprec/bits", mean_bits(self._fit.knobs), prog_bar=True)
+        # the batch size has no effect here, but Lightning asks for one where `training_step` takes a `dataloader_iter`
+        self.log_dict(metrics(self._fit), batch_size=1)
+        self.log("autoprec/bits", mean_bits(self._fit.knobs), prog_bar=True, batch_size=1)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prints the table and writes the history, if asked to."""

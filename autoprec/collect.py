@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import math
 
-from autoprec.knobs import Knobs
+from autoprec.knobs import Knobs, steered_units
 from autoprec.readings import GlobalReading, UnitReading
 from autoprec.telemetry import Telemetry
 from autoprec.units import Unit
-
-
-def steered_units(knobs: Knobs) -> list[Unit]:
-    """Units that have a row in the observation: all that are not left alone."""
-    return [unit for unit in knobs.units.values() if unit.reason is None]
 
 
 def read_units(knobs: Knobs, telemetry: Telemetry, applied_steps: int) -> list[UnitReading]:

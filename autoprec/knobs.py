@@ -415,3 +415,8 @@ class Knobs:
         reason: str,
     ) -> None:
         self.history.append(Decision(step, knob, unit, before, requested, applied, outcome, reason))
+
+
+def steered_units(knobs: Knobs) -> list[Unit]:
+    """Returns the units that are not left alone, in the model's order."""
+    return [unit for unit in knobs.units.values() if unit.reason is None]

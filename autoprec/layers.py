@@ -1,8 +1,9 @@
 """Runs units in formats: swaps a layer's class for one whose forward sets the precision of the call.
 
 A steered class is a subclass of the layer's own class with the same name, so ``isinstance``, hooks, parameters, keys
-and ``repr`` stay as they are; copies and pickles come out as the plain class. Outside training steps, after
-``detach`` and in regions where the user switched autocast off, the layer's own forward runs untouched.
+and ``repr`` stay as they are; copies and pickles come out as the plain class. Classes are swapped for the time of a
+step only, so that code between steps meets the layer's own. In regions where the user switched autocast off, the
+layer's own forward runs untouched.
 
 How a call gets its precision: while a fit is steered, autocast is on, and a unit switches its target to the unit's
 dtype before it runs. Torch then casts inputs and weights itself, exactly as plain autocast would. The target stays
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -23,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
-from autoprec.lookalike import lookalike, undo_lookalike
-from autoprec.runners import Runner, make_runner
+from autoprec.lookalike import lookalike, plain_class, undo_lookalike
+from autoprec.runners import Runner, is_functorch_active, make_runner
 from autoprec.units import Unit, kind_of
 
 # formats whose range is short enough to watch the output in every step
@@ -71,29 +73,64 @@ class Runtime:
     def record(self, state: ModuleState, is_input: bool, value: Any) -> None:
         """Notes the range of the first tensor in ``value``; no synchronisation with the device."""
         tensor = _first_tensor(value)
-        if tensor is not None and tensor.is_floating_point() and tensor.numel():
+        if tensor is not None and _is_measurable(tensor):
             bounds = torch.stack([bound.float() for bound in torch.aminmax(tensor.detach())])
             self.records.append(Record(state.name, is_input, bounds, tensor.numel() * state.fan_in))
 
 
 class ModuleState:
-    """What a steered module carries: its unit's name, the shared runtime and how it runs now."""
+    """What a steered module carries during a step: its unit, the shared runtime and how it runs now.
 
-    __slots__ = ("fan_in", "is_watched", "name", "run", "runtime")
+    Args:
+        module: The layer.
+        unit: Its unit.
+        runtime: Shared state.
+    """
 
-    def __init__(self, name: str, runtime: Runtime, fan_in: float) -> None:
-        self.name = name
-        self.fan_in = fan_in
-        self.runtime = runtime
+    __slots__ = ("fan_in", "format_name", "is_watched", "module", "name", "plain", "run", "runtime", "steered", "unit")
+
+    def __init__(self, module: nn.Module, unit: Unit, runtime: Runtime) -> None:
+        self.module, self.unit, self.runtime = module, unit, runtime
+        self.name = unit.name
+        self.fan_in = _fan_in(module)
+        self.set_format(None)
+
+    def set_format(self, format_name: str | None) -> None:
+        """Chooses how the layer runs, for the class it has now."""
+        self.format_name = format_name
+        self.is_watched = format_name in _WATCHED
+        self.plain = plain_class(self.module)
+        self.steered = _steered_class(self.plain)
         self.run: Runner | None = None
-        self.is_watched = False
+        if format_name is not None:
+            runtime, is_emulated = self.runtime, self.unit.is_emulated(format_name)
+            self.run = make_runner(self.module, format_name, is_emulated, runtime.device_type, runtime.clamp_output)
+
+    def swap_in(self) -> ModuleState | None:
+        """Gives the module its lookalike class and this state; returns the state of another fit that it carried."""
+        module = self.module
+        other: ModuleState | None = module.__dict__.get("_autoprec")
+        if plain_class(module) is not self.plain:  # a parametrization was added or removed since
+            self.set_format(self.format_name)
+        # past nn.Module's own, slow assignment
+        object.__setattr__(module, "__class__", self.steered)
+        module.__dict__["_autoprec"] = self
+        return other
+
+    def swap_out(self, other: ModuleState | None = None) -> None:
+        """Undoes ``swap_in``."""
+        if other is not None:
+            self.module.__dict__["_autoprec"] = other
+            return
+        self.module.__dict__.pop("_autoprec", None)
+        undo_lookalike(self.module)
 
 
 def attach(units: Sequence[Unit], runtime: Runtime) -> dict[str, str]:
-    """Swaps the classes of all steered units' modules; they run untouched until :func:`set_format`.
+    """Prepares all steered units and swaps their modules' classes; they run untouched until :func:`set_format`.
 
     Args:
-        units: From :func:`autoprec.units.find_units`.
+        units: From :func:`autoprec.units.find_units`. Each gets a state for every module.
         runtime: Shared state.
 
     Returns:
@@ -103,49 +140,51 @@ def attach(units: Sequence[Unit], runtime: Runtime) -> dict[str, str]:
     for unit in units:
         if unit.reason is not None:
             continue
-        if any("_autoprec" in module.__dict__ for module in unit.modules):
-            refused[unit.name] = "another fit steers it"
-            continue
         try:
-            for module in unit.modules:
-                module.__class__ = _steered_class(type(module))
-                module.__dict__["_autoprec"] = ModuleState(unit.name, runtime, _fan_in(module))
+            unit.states[:] = [ModuleState(module, unit, runtime) for module in unit.modules]
+            for state in unit.states:
+                state.swap_in()
         except TypeError as error:
             detach([unit])
+            unit.states.clear()
             refused[unit.name] = f"its class cannot be extended ({error})"
     return refused
 
 
-def detach(units: Sequence[Unit], runtime: Runtime | None = None) -> None:
-    """Gives every module its own class back; may be called at any time, also twice.
+def detach(units: Sequence[Unit]) -> None:
+    """Gives every module its own class back; may be called at any time, also twice."""
+    for unit in units:
+        for state in unit.states:
+            if state.module.__dict__.get("_autoprec") is state:
+                state.swap_out()
+
+
+@contextmanager
+def swapped(units: Sequence[Unit]) -> Iterator[None]:
+    """Swaps the classes of prepared units for the time of a step, so that hooks between steps meet the plain ones.
 
     Args:
-        units: Units to let go.
-        runtime: Only let go of modules that were attached with it, ``None`` for all.
+        units: Units that were prepared by :func:`attach`.
     """
-    for unit in units:
-        for module in unit.modules:
-            state: ModuleState | None = module.__dict__.get("_autoprec")
-            if state is None or runtime is None or state.runtime is runtime:
-                module.__dict__.pop("_autoprec", None)
-                undo_lookalike(module)
+    states: list[ModuleState] = [state for unit in units for state in unit.states]
+    others = [state.swap_in() for state in states]
+    try:
+        yield
+    finally:
+        for state, other in zip(states, others, strict=True):
+            if other is not state:  # else an outer region of the same fit ends later
+                state.swap_out(other)
 
 
 def set_format(unit: Unit, format_name: str | None) -> None:
     """Makes a unit run in a format from the next call on.
 
     Args:
-        unit: An attached unit.
+        unit: A prepared unit.
         format_name: A legal format, or ``None`` for the layer's own forward under whatever autocast is on.
     """
-    for module in unit.modules:
-        state: ModuleState = module.__dict__["_autoprec"]
-        runtime = state.runtime
-        state.is_watched = format_name in _WATCHED
-        state.run = None
-        if format_name is not None:
-            is_emulated = unit.is_emulated(format_name)
-            state.run = make_runner(module, format_name, is_emulated, runtime.device_type, runtime.clamp_output)
+    for state in unit.states:
+        state.set_format(format_name)
 
 
 def _fan_in(module: nn.Module) -> float:
@@ -162,11 +201,11 @@ def _fan_in(module: nn.Module) -> float:
     return sum(p.numel() for p in matrices) / float(width or max((p.shape[0] for p in matrices), default=1))
 
 
-# one class for all layers of a kind, as long as one is steered
-_classes: WeakValueDictionary[type[nn.Module], type[nn.Module]] = WeakValueDictionary()
+# one class for all layers of a kind, as long as one is steered, so that compiled code stays valid
+_classes: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
-def _steered_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _steered_class(cls: type) -> type:
     steered = _classes.get(cls)
     if steered is None:
         steered = lookalike(cls, "forward", _steered_forward)
@@ -193,7 +232,7 @@ def _steered_forward(base_forward: Runner) -> Runner:
 def _call(state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     runtime, run = state.runtime, state.run
     assert run is not None
-    if torch.compiler.is_compiling() or not runtime.is_recording:
+    if torch.compiler.is_compiling() or not runtime.is_recording or is_functorch_active():
         return run(module, *args, **kwargs)
     if runtime.records_inputs:
         runtime.record(state, True, (args, kwargs))
@@ -205,6 +244,12 @@ def _call(state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: 
         if tensor is not None:
             runtime.on_output(state.name, tensor)
     return output
+
+
+def _is_measurable(tensor: Tensor) -> bool:
+    """Not nested, sparse, quantised, or of another library's class."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    return is_plain and tensor.is_floating_point() and tensor.numel() > 0
 
 
 def _first_tensor(value: Any) -> Tensor | None:

@@ -26,11 +26,12 @@ from torch.optim import LBFGS, Optimizer
 
 from autoprec.action import Action
 from autoprec.base import Base
+from autoprec.bypass import StepGuard
 from autoprec.config import AutoPrecisionConfig
 from autoprec.gradients import Gradients, StepUndo
 from autoprec.masks import clip_of, has_gradient_hooks, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
-from autoprec.regions import formats_region, recomputation_region
+from autoprec.regions import evaluation_region, formats_region, recomputation_region
 from autoprec.retry import StepRetry
 from autoprec.settings import checked_settings
 from autoprec.steering import Steering
@@ -88,6 +89,7 @@ class AutoPrecision(Precision):
         self._gradients: dict[int, Gradients] = {}
         self._closure_calls = 0
         self._retry: StepRetry | None = None
+        self._step_guard: StepGuard | None = None
         self._has_hooks = False
         self._overrides_clipping = False
         self._trainer_clip: tuple[Any, Any] = (None, None)
@@ -131,6 +133,7 @@ class AutoPrecision(Precision):
             if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
                 restrict_for_lbfgs(self.steering.knobs)
             self.steering.schedules.attach(lr_schedulers, model.automatic_optimization)
+            self._step_guard = StepGuard(optimizers, self.steering.knobs.loss_scale)
         return self.base.connect(model, optimizers, lr_schedulers)
 
     def teardown(self) -> None:
@@ -144,6 +147,9 @@ class AutoPrecision(Precision):
         if self._retry is not None:
             self._retry.remove()
             self._retry = None
+        if self._step_guard is not None:
+            self._step_guard.remove()
+            self._step_guard = None
         if self.steering is not None and not self.steering.is_released:
             self.steering.release()
             sync_scaler(self.base, self.steering.knobs.loss_scale)
@@ -154,6 +160,13 @@ class AutoPrecision(Precision):
         return None if self.steering is None or self.steering.is_released else self.steering
 
     # ---- the base plugin keeps its jobs ----
+
+    @property
+    def scaler(self) -> Any:
+        """The base plugin's GradScaler with the current loss scale, ``None`` if it has none; ``trainer.scaler``."""
+        if self._active is not None:
+            sync_scaler(self.base, self._active.knobs.loss_scale)
+        return getattr(self.base, "scaler", None)
 
     def tensor_init_context(self) -> Any:
         """Delegates to the base plugin."""
@@ -202,7 +215,7 @@ class AutoPrecision(Precision):
         """Runs a validation step in the base precision, or in the units' formats if asked to."""
         steering = self._active
         if steering is None or self.settings.eval_precision == "base":
-            with self.base.val_step_context():
+            with self.base.val_step_context(), evaluation_region(steering):
                 yield
             return
         with self.base.val_step_context(), formats_region(steering, is_training=False):
@@ -267,7 +280,8 @@ class AutoPrecision(Precision):
         undo = StepUndo(optimizer)
         wrapped = functools.partial(self._checked_closure, steering, optimizer, model, closure)
         try:
-            result = optimizer.step(closure=wrapped, **kwargs)
+            with contextlib.nullcontext() if self._step_guard is None else self._step_guard.expected():
+                result = optimizer.step(closure=wrapped, **kwargs)
         except _StepSkipped as skip:
             undo.restore(self._closure_calls)
             steering.schedules.note(optimizer, is_skipped=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 from autoprec.autocast import ambient, float32_recomputation
+from autoprec.knobs import steered_units
+from autoprec.layers import swapped
 from autoprec.steering import Steering
 from autoprec.trial import Trial
 
@@ -26,7 +29,7 @@ def recomputation_region(steering: Steering) -> Iterator[None]:
     was = runtime.is_active, runtime.is_recording
     runtime.is_active, runtime.is_recording = True, False
     try:
-        with float32_recomputation(runtime.device_type):
+        with swapped(steered_units(steering.knobs)), float32_recomputation(runtime.device_type):
             yield
     finally:
         runtime.is_active, runtime.is_recording = was
@@ -53,6 +56,7 @@ def formats_region(steering: Steering, is_training: bool) -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
+            swapped(steered_units(knobs)),
             ambient(runtime.device_type, knobs.ambient_dtype),
             float32_recomputation(runtime.device_type),
             trial or nullcontext(),
@@ -62,3 +66,17 @@ def formats_region(steering: Steering, is_training: bool) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         runtime.is_active = runtime.is_recording = False
         runtime.on_output = None
+
+
+def evaluation_region(steering: Steering | None) -> AbstractContextManager[Any]:
+    """Returns the region of a validation step in the Trainer's own precision.
+
+    Under ``32-true`` this widens the low-precision tensors that training may have left in the model (hidden states,
+    queues); others are untouched.
+
+    Args:
+        steering: State of the fit, ``None`` outside of one.
+    """
+    if steering is None or not steering.knobs.is_steering or steering.knobs.base.format != "fp32":
+        return nullcontext()
+    return ambient(steering.runtime.device_type, torch.float32)

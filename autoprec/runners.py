@@ -163,7 +163,7 @@ def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) 
 
     def run_linear(module: nn.Linear, input: Tensor) -> Tensor:
         set_ambient(device_type, dtype)
-        if _is_functorch_active():
+        if is_functorch_active():
             output: Tensor = base_forward(module, input)
             return output
         with torch.autocast(device_type, enabled=False):
@@ -174,11 +174,11 @@ def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) 
     def run_embedding(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         set_ambient(device_type, dtype)
         rows: Tensor = base_forward(module, *args, **kwargs)
-        return rows.to(dtype) if _is_functorch_active() else round_embedding(rows, format_name)
+        return rows.to(dtype) if is_functorch_active() else round_embedding(rows, format_name)
 
     def run_conv(module: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         set_ambient(device_type, dtype)
-        if _is_functorch_active():
+        if is_functorch_active():
             plain: Tensor = base_forward(module, input, *args, **kwargs)
             return plain
         rounding, gradient_rounding = _conv_roundings(format_name)
@@ -191,7 +191,7 @@ def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) 
     return runners[kind]
 
 
-def _is_functorch_active() -> bool:
+def is_functorch_active() -> bool:
     """Inside ``torch.func`` transforms the quantised layers run in their compute dtype: they have no rules for it."""
     check = getattr(torch._C, "_are_functorch_transforms_active", None)
     return check is not None and bool(check())

@@ -70,7 +70,7 @@ class Steering:
         self.history = History()
         self.runtime = Runtime(device_type, config.clamp_output)
         if "precision" not in masked:
-            _attach(units, self.runtime)
+            _prepare(units, self.runtime)
         self.knobs = Knobs(units, self.runtime, config, masked, base, loss_scale, self.history)
         self.telemetry = Telemetry(units, config.clip.window)
         self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
@@ -111,7 +111,8 @@ class Steering:
         """Leaves module and schedules as they were found; what was measured and decided stays readable."""
         self.fallback.release()
         self.schedules.detach()
-        detach(list(self.knobs.units.values()), self.runtime)
+        for unit in self.knobs.units.values():
+            unit.states.clear()
         self._root = self._shadow = self.trial = None
 
     # ---- windows ----
@@ -143,7 +144,7 @@ class Steering:
             return
         is_located = self._found_inf and self.fallback.located() is not None
         # an overflow in the forward is answered by its unit; a smaller scale would only cost small gradients
-        if self._has_counted and not is_located:
+        if self._has_counted and not is_located and not self._follows_trainer:
             self.knobs.loss_scale.update(self._found_inf)
         if self.is_sampling and self._has_counted and not self._found_inf:
             self.telemetry.note_outputs(self.runtime.records)
@@ -155,6 +156,11 @@ class Steering:
         self.window += 1
         self._has_stepped = self._has_counted = self._found_inf = self._is_window_open = False
         self.knobs.update_clip(self.telemetry.median_norm, len(self.telemetry.norms), self.window)
+
+    @property
+    def _follows_trainer(self) -> bool:
+        """A masked loss scale moves as Lightning moves it: after each optimizer, not once per window."""
+        return "loss_scale" in self.knobs.masked
 
     @property
     def _effects(self) -> tuple[int, int]:
@@ -274,6 +280,8 @@ class Steering:
         """
         self._has_stepped = self._has_counted = True
         self.applied_steps += 1
+        if self._follows_trainer:
+            self.knobs.loss_scale.update(found_inf=False)
         self.fallback.on_applied()
         scale = self.knobs.loss_scale.scale
         self.telemetry.note_applied(gradients.parameters, gradients.norms, gradients.total, gradients.is_clipped, scale)
@@ -319,6 +327,8 @@ class Steering:
             NonFiniteTrainingError: If everything runs in fp32 and steps keep being skipped.
         """
         self._has_stepped = self._has_counted = self._found_inf = True
+        if self._follows_trainer:
+            self.knobs.loss_scale.update(found_inf=True)
         self.skipped_steps += 1
         self.telemetry.note_skipped()
         lost = self._shadow.restore() if self._shadow is not None else []
@@ -373,8 +383,9 @@ def _has_compiled_parts(root: nn.Module) -> bool:
     return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in root.modules())
 
 
-def _attach(units: Sequence[Unit], runtime: Runtime) -> None:
+def _prepare(units: Sequence[Unit], runtime: Runtime) -> None:
     refused = attach(units, runtime)
+    detach(units)
     for unit in units:
         if unit.name in refused:
             unit.reason, unit.legal, unit.native = refused[unit.name], ("fp32",), ("fp32",)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,6 +48,8 @@ class Unit:
         is_frozen: Whether no parameter requires a gradient.
         depth: Position in the model, 0 (first) to 1 (last).
         reason: Why the unit is left alone, ``None`` if it is steered.
+        parameters: Its parameters.
+        states: Filled by ``layers`` while a fit steers the unit.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Unit:
     depth: float = 0.0
     reason: str | None = None
     parameters: tuple[nn.Parameter, ...] = field(default=(), repr=False)
+    states: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     def is_emulated(self, format_name: str) -> bool:
         """Whether the device at hand only emulates ``format_name``."""

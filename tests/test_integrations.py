@@ -33,6 +33,7 @@ from lightning.pytorch.callbacks import (
     ModelSummary,
     RichProgressBar,
     StochasticWeightAveraging,
+    ThroughputMonitor,
     Timer,
     TQDMProgressBar,
 )
@@ -162,12 +163,26 @@ def test_learning_rate_monitor_and_device_stats(tmp_path: Path) -> None:
     assert any("cpu_percent" in name for name in header)
 
 
+def test_throughput_monitor(tmp_path: Path) -> None:
+    class Counts(Net):
+        flops_per_batch = 1000
+
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)
+    logger = CSVLogger(tmp_path)
+    fit([steered(), monitor], Counts, logger=logger, log_every_n_steps=1)
+    header = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert "autoprec/bits" in header
+    assert any("batches_per_sec" in name for name in header)
+
+
 def test_model_checkpoint(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2, save_last=True)
     trainer, module = fit([steered(), checkpoint], enable_checkpointing=True)
     again = Net.load_from_checkpoint(checkpoint.best_model_path, weights_only=True)
     assert set(again.state_dict()) == set(module.state_dict())
     (seen,) = trainer.validate(again, verbose=False)
+    (same,) = trainer.validate(Net(), ckpt_path=checkpoint.best_model_path, verbose=False, weights_only=True)
+    assert same == seen
     assert seen["val_loss"] == pytest.approx(float(checkpoint.best_model_score))  # type: ignore[arg-type]
 
 

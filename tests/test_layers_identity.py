@@ -94,7 +94,7 @@ def test_two_layers_of_one_class_share_one_steered_class() -> None:
 def test_outside_a_training_step_a_layer_is_untouched() -> None:
     net, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(4, 16)
     plain = net(x)
-    units, runtime = attached(net, "bf16")
+    units, runtime = attached(net, "fp16")
     assert torch.equal(net(x), plain)
     with torch.autocast("cpu", BF16):
         assert net(x).dtype == BF16

@@ -345,6 +345,20 @@ def test_two_optimizers(precision: str) -> None:
     assert_same(TwoOptimizers, precision=precision)
 
 
+class TwoSkippable(TwoOptimizers):
+    """Without the running statistics, which a skipped step holds on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.LayerNorm(16)
+
+
+@pytest.mark.parametrize("name", ["quiet", "growing", "overflowing"])
+def test_two_optimizers_with_a_scaler(name: str) -> None:
+    """Lightning moves the scale after each optimizer's step."""
+    assert_same_with_scaler(name, TwoSkippable)
+
+
 class Skipping(Noisy):
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
         return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)

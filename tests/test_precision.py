@@ -373,6 +373,23 @@ def test_state_is_complete_before_a_fit_and_after_it() -> None:
     assert state["knobs"]["formats"] == {"net.0": "bf16", "net.2": "bf16"}
 
 
+@pytest.mark.parametrize("knobs", [(), ("precision", "loss_scale", "clip")])
+def test_scaler_of_the_trainer_is_there_and_current(knobs: tuple[str, ...]) -> None:
+    """``trainer.scaler`` is public; modules log its scale."""
+
+    class Logs(Plain):
+        def on_train_batch_end(self, *args: Any) -> None:
+            scaler: Any = self.trainer.scaler
+            scales.append(scaler.get_scale())
+
+    scales: list[float] = []
+    fit(fp16_plugin(1024.0, growth_interval=3), Logs())
+    plain, scales = scales, []
+    fit(fp16_plugin(1024.0, growth_interval=3), Logs(), callbacks=[AutoPrecisionCallback(knobs=knobs, verbose=False)])
+    assert scales == plain
+    assert len(set(plain)) == 3
+
+
 def test_module_summary_knows_the_precision(recwarn: pytest.WarningsRecorder) -> None:
     """P16: Lightning's summary warns about names it does not know; ours is the base's."""
     for plugin in (AutoPrecision(), AutoPrecision(base=MixedPrecision("bf16-mixed", "cpu"))):

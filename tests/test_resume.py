@@ -487,6 +487,25 @@ def test_static_scaler_is_taken_over_and_handed_back(tmp_path: Path) -> None:
     assert scales[0]["scale"] != 2.0**10, "the scale never moved"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [{"knobs": ()}, {"knobs": ("clip",)}, {"interval": 3}, {"config": AutoPrecisionConfig(formats=("fp32", "bf16"))}],
+    ids=["no knobs", "clip only", "interval", "formats"],
+)
+def test_f07_resumes_with_other_settings(arguments: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    """The state is found; what is masked now starts from what the Trainer runs."""
+    callback = AutoPrecisionCallback(**{"config": RESTLESS, "verbose": False, **arguments})
+    result = Setup(lambda: callback).fit(STOP + 6, tmp_path, resume=checkpoint)
+    content = torch.load(checkpoint, weights_only=True)["AutoPrecision"]
+    before = content["applied_steps"] + content["skipped_steps"]
+    assert callback.applied_steps + callback.skipped_steps == before + 6
+    if "knobs" in arguments:
+        assert set(callback.precision_map().values()) == {"fp32"}
+    else:
+        assert callback.history.state()[: len(content["history"])] == content["history"]
+    assert all(bool(torch.isfinite(value).all()) for value in result.outcome.weights.values())
+
+
 def test_other_policy_goes_on_from_the_formats(checkpoint: Path, tmp_path: Path) -> None:
     setup = Setup(lambda: AutoPrecisionCallback(ScriptedController(), verbose=False))
     with pytest.warns(UserWarning, match="was written under policy 'rule'"):

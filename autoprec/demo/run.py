@@ -101,12 +101,12 @@ def conditions(settings: DemoSettings, warmup: int) -> str:
     """Returns under which conditions the arms were compared, ``warmup`` steps not counting."""
     return (
         f"Conditions: CPU, threads: {settings.threads}, waiting passively; each run in its own process, a few steps in"
-        " turn, order reversed every round; same seeds, initial weights and order of samples in every arm. A step is the whole time"
-        f" from one batch to the next, the first {warmup} left out. All arms clip the gradient norm, starting at"
-        f" {CLIP_NORM:g}; AdamW is the default, not the fused one, because Lightning refuses fused AdamW with clipping"
-        f" under bf16-mixed. {ARMS[-1].name} decides every {INTERVAL} steps instead of every 50, because the runs are"
-        " short. Held-out loss is computed in fp32 in every arm. Peak memory is the largest resident set of the run's"
-        " process, Python, libraries and data included. fp16 is emulated on a CPU."
+        " turn, order reversed every round; same seeds, initial weights and order of samples in every arm. A step is"
+        f" the whole time from one batch to the next, the first {warmup} left out. All arms clip the gradient norm,"
+        f" starting at {CLIP_NORM:g}; AdamW is the default, not the fused one, because Lightning refuses fused AdamW"
+        f" with clipping under bf16-mixed. {ARMS[-1].name} decides every {INTERVAL} steps instead of every 50, because"
+        " the runs are short. Held-out loss is computed in fp32 in every arm. Peak memory is the largest resident set"
+        " of the run's process, Python, libraries and data included. fp16 is emulated on a CPU."
     )
 
 

@@ -144,7 +144,7 @@ def cnn_task(arms: Sequence[Arm] = ARMS, quick: bool = False) -> Task:
         split=data.load_digits(),
         material=_cnn_material,
         runs=tuple((arm, seed) for seed in seeds for arm in arms),
-        steps=300,
+        steps=200,
         batch_size=128,
         turn=10,
         points=6,
