@@ -152,7 +152,8 @@ class AutoPrecisionConfig:
         clamp_output: Largest absolute value that a unit may put out in fp16, fp8 or int8. ``None`` does not clamp.
         hold_schedules: Whether a skipped step leaves the learning-rate schedules of kind "step" where they are.
             ``False`` follows Lightning, which moves them on.
-        stable_cv: Relative spread of a unit's gradient norm below which the rule calls its gradients stable.
+        stable_cv: Relative spread of a unit's gradient norm around its drift, below which the rule calls its gradients
+            stable.
         headroom_bits: Bits between a unit's amax and the largest value of a format before the rule lowers it to there.
         loss_scale: How the loss scale moves.
         clip: How the clip threshold moves.
@@ -163,7 +164,7 @@ class AutoPrecisionConfig:
     granularity: Literal["layer", "block"] = "layer"
     clamp_output: float | None = None
     hold_schedules: bool = True
-    stable_cv: float = 0.5
+    stable_cv: float = 1.0
     headroom_bits: float = 2.0
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
@@ -189,8 +190,8 @@ class AutoPrecisionConfig:
 
 RECIPES: dict[str, AutoPrecisionConfig] = {
     "default": AutoPrecisionConfig(),
-    "cautious": AutoPrecisionConfig(stable_cv=0.25, headroom_bits=4.0, guard=GuardConfig(hold=1000)),
-    "eager": AutoPrecisionConfig(stable_cv=1.0, headroom_bits=1.0, guard=GuardConfig(hold=100)),
+    "cautious": AutoPrecisionConfig(stable_cv=0.5, headroom_bits=4.0, guard=GuardConfig(hold=1000)),
+    "eager": AutoPrecisionConfig(stable_cv=2.0, headroom_bits=1.0, guard=GuardConfig(hold=100)),
     # no fp16 means no loss scale and no range to watch
     "bf16": AutoPrecisionConfig(formats=("fp32", "bf16")),
     # GradScaler's interval of 2000 never comes round in a run of a few thousand steps

@@ -14,7 +14,7 @@ row has no use for is 0, so that one small policy serves every row of every mode
 | ``grad_headroom`` ``act_headroom`` | log2(limit / amax) in the current format, in units of ``HEADROOM_BITS`` |
 | ``*_headroom_lower`` | the same in the next lower legal format, the current one if there is none |
 | ``grad_known`` ``act_known`` | 1 where that amax is known |
-| ``grad_cv`` ``grad_trend`` ``act_drift`` | relative spread, and drift over the window in bits |
+| ``grad_cv`` ``grad_trend`` ``act_drift`` | relative spread (around the drift), and drift over the window in bits |
 | ``grad_readings`` | finite gradient norms in the window, in units of ``READINGS`` |
 | ``grad_share`` | log2(norm of the unit / global norm), in units of 16 bits |
 | ``underflow`` ``underflow_lower`` | share of the gradient that underflows now and in the next lower format |
@@ -221,7 +221,7 @@ def _unit_features(unit: UnitReading, median_bits: float) -> dict[str, float]:
         "act_headroom_lower": _headroom(unit.act_amax, lower.amax_limit),
         "grad_known": not math.isnan(unit.grad_amax),
         "act_known": not math.isnan(unit.act_amax),
-        "grad_cv": _spread(norms),
+        "grad_cv": _spread_around_drift(norms),
         "grad_trend": _drift_bits(unit.grad_norm_history),
         "grad_readings": norms.size / READINGS,
         "grad_share": (_log2(unit.grad_norm) - median_bits) / 16.0,
@@ -369,6 +369,16 @@ def _spread(values: NDArray[np.float64]) -> float:
         return 0.0
     scaled = values / largest
     return float(scaled.std() / np.abs(scaled).mean())
+
+
+def _spread_around_drift(values: NDArray[np.float64]) -> float:
+    """Returns the relative spread that is left when a steady rise or fall is taken out."""
+    if values.size < 4 or not (values > 0).all():
+        return _spread(values)
+    logs = np.log2(values)
+    steps = np.arange(values.size)
+    residual = logs - np.polyval(np.polyfit(steps, logs, 1), steps)
+    return _spread(np.exp2(np.clip(residual, -64, 64)))
 
 
 def _drift_bits(history: Sequence[float]) -> float:

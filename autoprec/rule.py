@@ -30,7 +30,8 @@ class RuleController(Controller):
 
     - it may be: a lower legal format exists and the guard does not hold it;
     - nothing went wrong in the window: no overflow, no non-finite value;
-    - its gradients are stable: at least 8 norms are known and their relative spread is below ``stable_cv``;
+    - its gradients are stable: at least 8 norms are known and their relative spread around a steady rise or
+      fall is below ``stable_cv``;
     - they fit: ``headroom_bits`` bits lie between their amax and the largest value of the lower format, and would still
       lie there after another window of the present drift;
     - its outputs fit in the same sense, where they were sampled;

@@ -132,6 +132,10 @@ class Telemetry:
         rows = torch.stack([stats.amax, stats.nonfinite_count, stats.underflow_fraction, lower], dim=1).tolist()
         sizes = [float(grad._values().numel() if grad.is_sparse else grad.numel()) for grad in grads]
         self._store_sample([name for name, _ in known], rows, sizes)
+        for name in {name for name, _ in known}:
+            # a gradient that vanished as a whole leaves nothing to count
+            if self.units[name].amax == 0.0 and get_format(formats[name][0]).needs_loss_scale:
+                self.units[name].underflow_fraction = 1.0
 
     def sample_weights(self, units: Sequence[Unit], formats: Mapping[str, tuple[str, str | None]]) -> None:
         """Measures which share of each unit's weights a format could only hold as subnormal numbers.
@@ -250,10 +254,13 @@ def _smallest_weight(format_name: str) -> float:
 
 
 def _lost_below(format_name: str | None, loss_scale: float) -> float:
-    """Magnitude of an unscaled gradient below which the scaled one rounds to zero in a format."""
+    """Magnitude of an unscaled gradient below which a format keeps only a part of its bits, or nothing.
+
+    What was computed in the format holds no smaller values than its subnormals, so these must count.
+    """
     if format_name is None:
         return 0.0
     number_format = get_format(format_name)
     # fp8 and int8 tensors are scaled by their own amax, and what they return is bf16
     wide = get_format("bf16") if number_format.is_scaled or number_format.is_integer else number_format
-    return 0.5 * wide.smallest_subnormal / loss_scale
+    return wide.tiny / loss_scale

@@ -34,6 +34,7 @@ from autoprec import (
     FixedController,
     GuardConfig,
     History,
+    LossScaleConfig,
     MapController,
     RuleController,
     ScriptedController,
@@ -477,6 +478,28 @@ def test_saved_map_trains_the_same_way(tmp_path: Path) -> None:
     seed()
     twin = Plain()
     assert_identical(expected, outcome(fit(second, twin), twin))
+
+
+class StartsLow(RuleController):
+    """The rule in a run that begins in fp16."""
+
+    def initial_map(self) -> dict[str, str]:
+        return {"*": "fp16"}
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e-7, 1e-9])
+def test_g02_rule_raises_a_unit_whose_gradients_underflow(factor: float) -> None:
+    """A scale far too small for the loss: entries vanish, at last all of them."""
+
+    class Small(Plain):
+        def loss(self, batch: Sequence[Tensor]) -> Tensor:
+            return super().loss(batch) * factor
+
+    config = AutoPrecisionConfig(formats=("fp32", "fp16"), loss_scale=LossScaleConfig(init_scale=1.0))
+    callback = AutoPrecisionCallback(StartsLow(config), interval=4, config=config, verbose=False)
+    seed()
+    fit(callback, Small(), max_epochs=3)
+    assert callback.precision_map()["net.0"] == "fp32"
 
 
 # metrics

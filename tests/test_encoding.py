@@ -221,6 +221,10 @@ def test_spread_and_drift() -> None:
     assert one("grad_trend", replace(GOOD, grad_norm_history=(1.0, math.nan, 4.0, 8.0))) == pytest.approx(3.0)
     assert one("norm_trend", run=replace(RUN, norms=doubling)) == pytest.approx(9.0)
     assert one("grad_cv", replace(GOOD, grad_norm_history=(1.0, 3.0))) == pytest.approx(0.5)
+    falling = tuple(8.0 * 0.5**step for step in range(12))
+    assert one("grad_cv", replace(GOOD, grad_norm_history=falling)) == pytest.approx(0.0, abs=1e-6)
+    restless = tuple(norm * (1.5 if step % 2 else 0.5) for step, norm in enumerate(falling))
+    assert one("grad_cv", replace(GOOD, grad_norm_history=restless)) == pytest.approx(0.5, abs=0.1)
     huge = replace(GOOD, grad_norm_history=(1e300, 3e300))
     assert one("grad_cv", huge) == pytest.approx(0.5)
 

@@ -28,6 +28,7 @@ from autoprec import (
     ClipConfig,
     GuardConfig,
     LossScaleConfig,
+    RuleController,
     ScriptedController,
 )
 from tests.small_fits import (
@@ -37,6 +38,7 @@ from tests.small_fits import (
     StatefulLoader,
     assert_identical,
     callback_of,
+    differences,
     fp16_plugin,
     loader,
     outcome,
@@ -230,6 +232,54 @@ def test_rule_with_validation_and_accumulation(accumulate: int, tmp_path: Path) 
     through = assert_resumes(setup, tmp_path)
     assert through.callback is not None
     assert "fp16" in through.callback.precision_map().values()
+
+
+class StartsLow(RuleController):
+    """Begins in fp16 on a scale far too small: units are raised by the rule itself, and lowered when the scale has grown."""
+
+    def initial_map(self) -> dict[str, str]:
+        return {"*": "fp16"}
+
+
+class Faint(Net):
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) * 1e-6
+
+
+def starts_low() -> AutoPrecisionCallback:
+    config = replace(
+        RESTLESS,
+        loss_scale=LossScaleConfig(init_scale=1.0, growth_interval=3),
+        guard=GuardConfig(hold=6),
+    )
+    return AutoPrecisionCallback(StartsLow(config), interval=4, config=config, verbose=False)
+
+
+def test_rule_that_raises(tmp_path: Path) -> None:
+    """How often the rule raised a unit, and since when it waits, comes back."""
+    through = assert_resumes(Setup(starts_low, Faint), tmp_path)
+    assert through.callback is not None
+    rows = [(d.before, d.applied) for d in through.callback.history if d.knob == "precision"]
+    assert {("fp16", "fp32"), ("fp32", "fp16")} <= set(rows)
+    assert through.callback.controller.state_dict()["raises"]
+
+
+class Compares(Callback):
+    """At the start of training, every field is what the file holds."""
+
+    def on_load_checkpoint(self, trainer: Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.file = checkpoint
+
+    def on_train_start(self, trainer: Trainer, module: pl.LightningModule) -> None:
+        plugin, callback = trainer.precision_plugin, callback_of(trainer)
+        assert not differences(self.file["AutoPrecision"], plugin.state_dict())
+        assert not differences(self.file["callbacks"]["AutoPrecisionCallback"], callback.state_dict())
+
+
+@pytest.mark.parametrize("step", [1, 13, 21, 36, STOP, 60])
+def test_every_field_comes_back(step: int, recorded_rule: Recorded, tmp_path: Path) -> None:
+    setup = replace(recorded_rule.setup, others=[Compares])
+    setup.fit(step + 1, tmp_path, resume=recorded_rule.folder / f"step={step}.ckpt")
 
 
 # scripts

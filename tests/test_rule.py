@@ -49,7 +49,7 @@ def test_lowers_what_is_stable_and_has_headroom() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"grad_norm_history": (0.1, 3.0) * 8},
+        {"grad_norm_history": (0.1, 0.1, 0.1, 8.0) * 4},
         {"grad_norm_history": (1.0,) * 7},
         {"grad_norm_history": ()},
         {"grad_norm_history": (1.0,) * 15 + (math.inf,)},
