@@ -24,7 +24,7 @@ from autoprec.knobs import KNOBS, Knobs, steered_units
 from autoprec.plugins import check_base
 from autoprec.precision import AutoPrecision
 from autoprec.settings import PluginSettings
-from autoprec.steering import Steering
+from autoprec.steering import STATE_VERSION, Steering, check_version
 from autoprec.summary import mean_bits, metrics, summarize
 
 T = TypeVar("T")
@@ -346,7 +346,7 @@ class AutoPrecisionCallback(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that a resumed run needs, as primitives and the controller's tensors."""
         return {
-            "version": 1,
+            "version": STATE_VERSION,
             "policy": self.controller.name,
             "controller": self.controller.state_dict(),
             "last_decision": self._last_decision,
@@ -366,6 +366,7 @@ class AutoPrecisionCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what ``state_dict`` returned. The plugin restores its own part."""
+        check_version(state_dict)
         self._last_decision = int(state_dict["last_decision"])
         self._seen_samples = int(state_dict["seen_samples"])
         self._next_script = int(state_dict["next_script"])

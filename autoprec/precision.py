@@ -34,7 +34,7 @@ from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
 from autoprec.regions import evaluation_region, formats_region, recomputation_region
 from autoprec.retry import StepRetry
 from autoprec.settings import checked_settings
-from autoprec.steering import Steering
+from autoprec.steering import STATE_VERSION, Steering, check_version
 from autoprec.units import find_units
 
 _ANOMALY = (
@@ -374,10 +374,11 @@ class AutoPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that a resumed run needs, as primitives."""
-        return {"version": 1} if self.steering is None else self.steering.state_dict()
+        return {"version": STATE_VERSION} if self.steering is None else self.steering.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what ``state_dict`` returned."""
+        check_version(state_dict)
         if self.steering is not None and "knobs" in state_dict:
             self.steering.load_state_dict(state_dict)
 

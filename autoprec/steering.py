@@ -31,6 +31,8 @@ from autoprec.telemetry import Telemetry
 from autoprec.trial import Trial
 from autoprec.units import Unit
 
+STATE_VERSION = 1
+
 
 class Steering:
     """State of one fit.
@@ -345,7 +347,7 @@ class Steering:
         """Returns everything that a resumed run needs, as primitives."""
         self.finish_window()
         return {
-            "version": 1,
+            "version": STATE_VERSION,
             "window": self.window,
             "applied_steps": self.applied_steps,
             "skipped_steps": self.skipped_steps,
@@ -361,7 +363,12 @@ class Steering:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what ``state_dict`` returned."""
+        """Takes over what ``state_dict`` returned.
+
+        Raises:
+            ValueError: If the state is of another version.
+        """
+        check_version(state)
         for name in ("window", "applied_steps", "skipped_steps", "user_skipped_steps", "samples"):
             setattr(self, name, int(state[name]))
         self.fallback.overflows = dict(state["overflows"])
@@ -375,6 +382,23 @@ class Steering:
         if self.knobs.is_steering:
             self._start_trial()
         self._is_window_open = self._has_stepped = self._has_counted = self._found_inf = False
+
+
+def check_version(state: Mapping[str, Any]) -> None:
+    """Refuses a saved state that this version does not read.
+
+    Args:
+        state: What a checkpoint holds.
+
+    Raises:
+        ValueError: If its version is missing or another one.
+    """
+    version = state.get("version")
+    if version != STATE_VERSION:
+        raise ValueError(
+            f"The checkpoint holds autoprec state of version {version!r}, this autoprec reads version {STATE_VERSION}."
+            " Resume with the autoprec that wrote it, or remove the entries of autoprec from the checkpoint."
+        )
 
 
 def _has_compiled_parts(root: nn.Module) -> bool:

@@ -73,7 +73,9 @@ def _format_lines(steering: Steering) -> list[str]:
         members = [unit for unit in units if knobs.formats[unit.name] == name]
         if not members:
             continue
-        share = sum(unit.parameter_count for unit in members) / parameters
+        if not steering.telemetry.norms:
+        return f"  clip       {threshold}"
+    share = sum(unit.parameter_count for unit in members) / parameters
         line = f"  {name:<10} {len(members)} units, {share:.1%} of parameters"
         if total_compute:
             line += f", {sum(compute[unit.name] for unit in members) / total_compute:.1%} of compute"
@@ -89,6 +91,8 @@ def _clip_line(steering: Steering) -> str:
     if "clip" in knobs.masked:
         return f"  clip       not steered: {knobs.masked['clip']}"
     threshold = "off" if math.isinf(knobs.clip) else f"{knobs.clip:.3g}"
+    if not steering.telemetry.norms:
+        return f"  clip       {threshold}"
     share = sum(steering.telemetry.clipped) / max(len(steering.telemetry.clipped), 1)
     median = steering.telemetry.median_norm
     return f"  clip       {threshold} (median norm {median:.3g}, {share:.0%} of the last steps clipped)"
