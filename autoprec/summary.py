@@ -73,9 +73,7 @@ def _format_lines(steering: Steering) -> list[str]:
         members = [unit for unit in units if knobs.formats[unit.name] == name]
         if not members:
             continue
-        if not steering.telemetry.norms:
-        return f"  clip       {threshold}"
-    share = sum(unit.parameter_count for unit in members) / parameters
+        share = sum(unit.parameter_count for unit in members) / parameters
         line = f"  {name:<10} {len(members)} units, {share:.1%} of parameters"
         if total_compute:
             line += f", {sum(compute[unit.name] for unit in members) / total_compute:.1%} of compute"

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -278,6 +279,22 @@ def test_after_an_exception_while_setting_up(where: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Zoo, where, fail)
     assert_no_trace(Zoo, everything, raises=Stop)
+
+
+def test_after_a_checkpoint_that_does_not_load(tmp_path: Path) -> None:
+    module = Zoo()
+    trainer = quiet(max_steps=2, callbacks=[everything()])
+    plugin, before = trainer.strategy.precision_plugin, process_state()
+    with pytest.raises(FileNotFoundError):
+        trainer.fit(module, loader(), loader(16), ckpt_path=tmp_path / "none.ckpt")
+    assert trainer.strategy.precision_plugin is plugin
+    assert process_state() == before
+    assert classes(module) == classes(Zoo())
+
+
+@pytest.mark.parametrize("options", [{"max_epochs": 0, "max_steps": -1}, {"max_steps": 0}, {"limit_train_batches": 0}])
+def test_after_a_fit_without_a_step(options: dict[str, Any]) -> None:
+    assert_no_trace(Zoo, everything, lambda: options)
 
 
 @pytest.mark.filterwarnings("ignore:autoprec. 20 steps in a row:UserWarning")

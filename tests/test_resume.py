@@ -590,6 +590,15 @@ def test_other_model_takes_what_fits(checkpoint: Path, tmp_path: Path) -> None:
     ]["formats"]
 
 
+@pytest.mark.parametrize("part", ["AutoPrecision", "AutoPrecisionCallback"])
+def test_state_of_another_version_is_refused(part: str, checkpoint: Path, tmp_path: Path) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    (content if part == "AutoPrecision" else content["callbacks"])[part]["version"] = 99
+    torch.save(content, tmp_path / "newer.ckpt")
+    with pytest.raises(ValueError, match=r"version 99.*version 1"):
+        Setup(rule).fit(STOP + 1, tmp_path, resume=tmp_path / "newer.ckpt")
+
+
 def test_states_are_never_empty() -> None:
     """Lightning's tuners restore only what was not empty."""
     callback = AutoPrecisionCallback(verbose=False)
