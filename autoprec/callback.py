@@ -138,7 +138,12 @@ class AutoPrecisionCallback(Callback):
         return math.inf if self.steering is None else self.steering.knobs.clip
 
     def precision_map(self) -> dict[str, str]:
-        """Current format of every unit by name; empty before the first fit."""
+        """Current format of every unit by name; empty before the first fit.
+
+        Units that are left alone (the table at the end of fit says which, and why) keep the entry ``"fp32"``; they
+        run in the precision of what is before them. The same holds for units without a weight matrix that nobody has
+        named.
+        """
         return {} if self.steering is None else self.steering.knobs.precision_map()
 
     def request(self, action: Action) -> None:

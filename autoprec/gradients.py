@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -75,6 +76,19 @@ class Gradients:
         with torch.no_grad():
             for device in {grad.device for grad in self._grads()}:
                 scale_([grad for grad in self._grads() if grad.device == device], coefficient.to(device))
+        self._note_clipping()
+
+    @property
+    def are_dense(self) -> bool:
+        """Whether no gradient is sparse."""
+        return not any(grad.is_sparse for grad in self._grads())
+
+    @contextmanager
+    def foreign_clipping(self, threshold: float) -> Iterator[None]:
+        """Surrounds a clipping by somebody else to ``threshold``, so that it counts as one."""
+        current = global_norm(self._grads()) if self._current is None else self._current
+        self.is_clipped = self.is_clipped or float(current) > threshold
+        yield
         self._note_clipping()
 
     def clip_value_(self, threshold: float) -> None:

@@ -367,6 +367,9 @@ class AutoPrecision(Precision):
             return
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             gradients.clip_value_(clip_val)
+        elif "clip" in steering.knobs.masked and gradients.are_dense:
+            with gradients.foreign_clipping(clip_val):  # torch's own, which works in the dtype of the gradients
+                self.clip_grad_by_norm(optimizer, clip_val)
         else:
             gradients.clip_norm_(clip_val)
 

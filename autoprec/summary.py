@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autoprec.formats import FORMATS, get_format
-from autoprec.knobs import Knobs
+from autoprec.knobs import Knobs, steered_units
 from autoprec.steering import Steering
 
 
@@ -25,8 +25,8 @@ def metrics(steering: Steering) -> dict[str, float]:
 
 
 def mean_bits(knobs: Knobs) -> float:
-    """Returns the bits of the formats in use, averaged over parameters."""
-    units = list(knobs.units.values())
+    """Returns the bits of the formats in use, averaged over the parameters of all steered units."""
+    units = steered_units(knobs)
     total = sum(unit.parameter_count for unit in units)
     if not total:
         return 32.0
@@ -64,8 +64,9 @@ def _format_lines(steering: Steering) -> list[str]:
     knobs = steering.knobs
     if "precision" in knobs.masked:
         return [f"  precision  not steered: {knobs.masked['precision']}"]
-    units = list(knobs.units.values())
-    parameters = sum(unit.parameter_count for unit in units) or 1
+    units = steered_units(knobs)
+    left_alone = [unit for unit in knobs.units.values() if unit.reason is not None]
+    parameters = sum(unit.parameter_count for unit in knobs.units.values()) or 1
     compute = {unit.name: steering.telemetry.units[unit.name].compute for unit in units}
     total_compute = sum(compute.values())
     lines = []
@@ -77,10 +78,10 @@ def _format_lines(steering: Steering) -> list[str]:
         line = f"  {name:<10} {len(members)} units, {share:.1%} of parameters"
         if total_compute:
             line += f", {sum(compute[unit.name] for unit in members) / total_compute:.1%} of compute"
-        if any(unit.reason is None and unit.is_emulated(name) for unit in members):
+        if any(unit.is_emulated(name) for unit in members):
             line += " (emulated on this device)"
         lines.append(line)
-    lines += [f"  left alone {unit.name}: {unit.reason}" for unit in units if unit.reason is not None]
+    lines += [f"  left alone {u.name}: {u.reason}; runs in the precision of what is before it" for u in left_alone]
     return lines
 
 

@@ -5,6 +5,7 @@ Time budget: 10 s.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autoprec import Action, AutoPrecisionConfig, Decision
+from autoprec import Action, AutoPrecisionCallback, AutoPrecisionConfig, Decision
 from autoprec.autocast import ambient
 from autoprec.base import Base
 from autoprec.formats import FORMATS
@@ -25,6 +26,7 @@ from autoprec.knobs import Knobs
 from autoprec.layers import Runtime, attach, detach
 from autoprec.loss_scale import LossScale
 from autoprec.units import find_units
+from tests.support import Task, cpu, watch_dtypes
 
 
 def network() -> nn.Module:
@@ -373,3 +375,15 @@ def test_state_of_another_model_is_taken_where_it_fits() -> None:
     other = knobs_of(nn.ModuleDict({"a": nn.LSTM(4, 4), "b": nn.Linear(4, 4)}))
     other.load_state_dict(knobs.state_dict())
     assert other.precision_map() == {"a": "fp32", "b": "bf16"}  # an LSTM has no int8
+
+
+def test_block_granularity_reaches_the_layers_through_the_rule() -> None:
+    parts = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(2)]
+    config = AutoPrecisionConfig(granularity="block", formats=("fp32", "bf16"))
+    ap = AutoPrecisionCallback(interval=10, config=config, verbose=False)
+    net = nn.Sequential(*parts)
+    seen = watch_dtypes(net)
+    still = functools.partial(torch.optim.SGD, lr=1e-6)
+    cpu(callbacks=[ap]).fit(Task(net, torch.randn(120, 16), 4, optimizer=still))
+    assert ap.precision_map() == {"net.0": "bf16", "net.1": "bf16"}
+    assert {dtypes[-1] for dtypes in seen.values()} == {torch.bfloat16}

@@ -232,6 +232,32 @@ def test_a_fit_in_fp16_is_16_mixed_to_the_rounding() -> None:
     assert_near(list(found.values()), list(expected.values()), 5e-3)
 
 
+class Spectral(nn.Module):
+    """A complex weight between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.fft.irfft(torch.fft.rfft(x.float()) * self.weight, n=16)
+        return y
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "int8"])
+def test_a_complex_weight_trains_between_low_layers(name: str) -> None:
+    net = nn.Sequential(nn.Linear(16, 16), Spectral(), nn.Linear(16, 4))
+    before = net.get_parameter("1.weight").detach().clone()
+    ap = AutoPrecisionCallback(policy=f"fixed:{name}", verbose=False)
+    cpu(callbacks=[ap], gradient_clip_val=1.0).fit(Task(net, torch.randn(40, 16), 4))
+    after = net.get_parameter("1.weight").detach()
+    assert ap.applied_steps >= 9  # the first loss scale may be one too high
+    assert after.dtype == torch.complex64
+    assert not torch.equal(after, before)
+    assert torch.isfinite(torch.view_as_real(after)).all()
+    assert ap.precision_map()["net.0"] == ap.precision_map()["net.2"] == name
+
+
 # ---- g01: fp32 means fp32 ----
 
 

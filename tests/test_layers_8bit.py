@@ -5,8 +5,10 @@ Time budget: 15 s.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from tests.steered import (
     Shapes,
     assert_near,
     inputs,
+    run,
     seeded,
     steered,
 )
@@ -167,3 +170,18 @@ def test_torch_func_works_inside_a_step(name: str) -> None:
     for key, value in expected.items():
         difference = found[key].detach() - value.detach()
         assert float(difference.norm()) < 0.2 * float(value.detach().norm())
+
+
+def test_fp8_fit_of_two_layers_matches_torchaos_converted_model() -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+    theirs: Any = convert_to_float8_training(copy.deepcopy(net), config=Float8LinearConfig(emulate=True))
+    x = torch.randn(32, 32)
+    with steered(net, "fp8"):
+        outputs, gradients = run(net, [x])
+    # torchao knows autocast on a GPU only; bf16 inputs have the same effect
+    expected, expected_gradients = run(theirs, [x.to(BF16)])
+    assert_near(outputs, expected, 2.0**-7)
+    assert_near(gradients, expected_gradients, 2.0**-7)

@@ -313,6 +313,13 @@ def test_precision_of_the_trainer(precision: str, name: str) -> None:
     assert_same(lambda: Noisy(OPTIMIZERS[name]), precision=precision)
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true", "64-true"])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_under_precision_of_the_trainer(algorithm: str, precision: str) -> None:
+    options = {"gradient_clip_val": 0.3 if algorithm == "norm" else 0.02, "gradient_clip_algorithm": algorithm}
+    assert_same(lambda: Noisy(OPTIMIZERS["sgd"]), precision=precision, **options)
+
+
 @pytest.mark.parametrize("name", MORE_OPTIMIZERS)
 def test_more_optimizers(name: str) -> None:
     assert_same(lambda: Noisy(MORE_OPTIMIZERS[name]))

@@ -104,6 +104,18 @@ def test_a01_guard_works_under_true_precision(name: str) -> None:
     assert all(bool(torch.isfinite(parameter).all()) for parameter in module.parameters())
 
 
+def test_large_float64_gradients_are_finite() -> None:
+    """They are out of float32's range, not out of their own."""
+
+    class Large(Seen):
+        def loss(self, batch: Sequence[Tensor]) -> Tensor:
+            return super().loss(batch) * 1e60
+
+    callback = AutoPrecisionCallback(verbose=False)
+    fit(DoublePrecision(), Large(), callbacks=[callback])
+    assert callback.applied_steps > 0
+
+
 @pytest.mark.parametrize("name", list(MAKE)[:3])
 @pytest.mark.parametrize("eval_precision", ["base", "current"])
 def test_a17_dtype_by_stage(name: str, eval_precision: Any) -> None:

@@ -235,7 +235,7 @@ def test_rule_with_validation_and_accumulation(accumulate: int, tmp_path: Path) 
 
 
 class StartsLow(RuleController):
-    """Begins in fp16 on a scale far too small: units are raised by the rule itself, and lowered when the scale has grown."""
+    """Begins in fp16 on a scale far too small: the rule raises units, and lowers them when the scale has grown."""
 
     def initial_map(self) -> dict[str, str]:
         return {"*": "fp16"}

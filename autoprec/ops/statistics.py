@@ -60,14 +60,14 @@ def _tensor_stats(grad: Tensor, tiny: float) -> Tensor:
 
 
 def grad_norms(grads: Sequence[Tensor]) -> Tensor:
-    """L2 norm of each gradient, accumulated in float32 whatever their dtype.
+    """L2 norm of each gradient, accumulated in float32 or wider whatever their dtype.
 
     Args:
         grads: Dense or sparse gradients, any float dtypes, any devices.
 
     Returns:
-        ``[n]``, float32, on the first gradient's device. inf or NaN where an entry is inf or NaN, or where the sum of
-        squares exceeds float32.
+        ``[n]``, float32, or float64 if a gradient is, on the first gradient's device. inf or NaN where an entry is inf
+        or NaN, or where the sum of squares exceeds the dtype.
     """
     if not grads:
         return torch.zeros(0)
@@ -76,13 +76,12 @@ def grad_norms(grads: Sequence[Tensor]) -> Tensor:
     for index, grad in enumerate(grads):
         values = _values(grad).detach()
         groups.setdefault((values.device, values.dtype), []).append((index, values))
+    result = torch.float64 if any(dtype is torch.float64 for _, dtype in groups) else torch.float32
     norms: list[Tensor] = [torch.zeros((), device=device)] * len(grads)
     for (_, dtype), members in groups.items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         for (index, _), norm in zip(members, torch._foreach_norm([v for _, v in members], 2, dtype=wide), strict=True):
-            norms[index] = (
-                norm if norm.dtype is torch.float32 and norm.device == device else norm.to(device, torch.float32)
-            )
+            norms[index] = norm if norm.dtype is result and norm.device == device else norm.to(device, result)
     return torch.stack(norms)
 
 
@@ -105,13 +104,17 @@ def global_norm(grads: Sequence[Tensor], norms: Tensor | None = None) -> Tensor:
 def _scaled_norm(grads: Sequence[Tensor]) -> Tensor:
     """The norm without overflow in the squares; reached only when the plain sum overflowed or an entry is inf."""
     device = grads[0].device
-    tensors = [values.detach().float() for grad in grads if (values := _values(grad)).numel()]
+    tensors = [_wide(values.detach()) for grad in grads if (values := _values(grad)).numel()]
     amax = torch.stack([tensor.abs().amax().to(device) for tensor in tensors]).amax()
     if not torch.isfinite(amax):
         return amax
     parts = [(tensor / amax.to(tensor.device)).norm().to(device) for tensor in tensors]
     total: Tensor = torch.linalg.vector_norm(torch.stack(parts)) * amax
     return total
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype is torch.float64 else values.float()
 
 
 def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
