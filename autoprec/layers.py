@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
 from autoprec.lookalike import lookalike, plain_class, undo_lookalike
@@ -188,12 +188,12 @@ def set_format(unit: Unit, format_name: str | None) -> None:
 
 
 def _fan_in(module: nn.Module) -> float:
-    """Multiplications per element that a layer returns."""
-    weight = getattr(module, "weight", None)
-    if isinstance(weight, Tensor) and isinstance(module, _ConvTransposeNd):
-        return weight.numel() / module.out_channels / math.prod(module.stride)
-    if isinstance(weight, Tensor) and kind_of(module) in ("linear", "conv"):
-        return weight.numel() / weight.shape[0]
+    """Multiplications per element returned; reads sizes, since reading a parametrized weight computes it."""
+    if isinstance(module, _ConvNd):
+        per_output = module.in_channels * math.prod(module.kernel_size) / module.groups
+        return per_output / math.prod(module.stride) if isinstance(module, _ConvTransposeNd) else per_output
+    if isinstance(module, nn.Linear):
+        return float(module.in_features)
     if kind_of(module) in ("embedding", "norm"):
         return 0.0
     width = getattr(module, "hidden_size", None) or getattr(module, "embed_dim", None)

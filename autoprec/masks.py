@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
@@ -46,6 +47,10 @@ def restrict_for_lbfgs(knobs: Knobs) -> None:
         )
     reason = "LBFGS evaluates its closure several times a step and excludes a loss scale"
     knobs.masked["loss_scale"] = knobs.restrictions["fp16"] = reason
+    if "clip" not in knobs.masked:
+        knobs.masked["clip"] = "LBFGS compares gradients of several closure calls, which clipping would distort"
+        knobs.clip = math.inf if knobs.base.clip is None else knobs.base.clip
+        knobs.clip_follows_median = False
     for unit in knobs.units.values():
         unit.legal = tuple(name for name in unit.legal if name != "fp16")
 

@@ -7,6 +7,7 @@ under manual optimization). Requests act between windows only. What does not liv
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -97,10 +98,10 @@ class Steering:
         self._has_stepped = False
         self._has_counted = False
         self._found_inf = False
-        self._is_compiled = _has_compiled_parts(root)
-        if self._is_compiled:
-            # two are left for other causes of recompilation: batch shapes, gradient mode
-            self.knobs.map_limit = max(int(torch._dynamo.config.recompile_limit) - 2, 1)
+        self._is_compiled = False
+        self._frames = _compiled_frames()
+        if _has_compiled_parts(root):
+            self._note_compilation()
         if self.knobs.is_steering:  # the Trainer's own fp16 is probed like any other map
             self._start_trial()
 
@@ -152,6 +153,8 @@ class Steering:
             self.telemetry.note_outputs(self.runtime.records)
             self.is_sampling = False
             self.samples += 1
+        if self.knobs.is_steering and not self._is_compiled and _compiled_frames() > self._frames:
+            self._note_compilation()  # a function that runs layers is compiled, or a layer since
         self._finish_trial()
         self._pin_untouched()
         self.runtime.records.clear()
@@ -237,6 +240,11 @@ class Steering:
         if self._shadow is not None:
             self._shadow.restore()
         return True
+
+    def _note_compilation(self) -> None:
+        self._is_compiled = True
+        # two are left for other causes of recompilation: batch shapes, gradient mode
+        self.knobs.map_limit = max(int(torch._dynamo.config.recompile_limit) - 2, 1)
 
     def _start_trial(self) -> None:
         # compiled graphs raise when they are compiled, and tracing through a mode would compile them anew
@@ -399,6 +407,13 @@ def check_version(state: Mapping[str, Any]) -> None:
             f"The checkpoint holds autoprec state of version {version!r}, this autoprec reads version {STATE_VERSION}."
             " Resume with the autoprec that wrote it, or remove the entries of autoprec from the checkpoint."
         )
+
+
+def _compiled_frames() -> int:
+    """Frames that torch.compile has seen in this process; does not import the compiler."""
+    if "torch._dynamo" not in sys.modules:
+        return 0
+    return int(torch._dynamo.utils.counters["frames"]["total"])
 
 
 def _has_compiled_parts(root: nn.Module) -> bool:

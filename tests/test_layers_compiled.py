@@ -1,6 +1,6 @@
 """Compiled layers: the eager values, a bounded number of graphs, none in steady state.
 
-Time budget: 25 s.
+Time budget: 30 s.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Layers in different formats beside each other, shared weights, attention, recomputation.
 
-Time budget: 15 s.
+Time budget: 20 s.
 """
 
 from __future__ import annotations

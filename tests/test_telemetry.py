@@ -1,6 +1,6 @@
 """What is measured while a model trains: norms, samples, compute, windows that roll.
 
-Time budget: 5 s.
+Time budget: 10 s.
 """
 
 from __future__ import annotations

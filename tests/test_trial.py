@@ -1,6 +1,6 @@
 """The first window under a map: operations without a low-precision form run in fp32 and name the units that fed them.
 
-Time budget: 5 s.
+Time budget: 10 s.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def global_norm(grads: Sequence[Tensor], norms: Tensor | None = None) -> Tensor:
         norms: What :func:`grad_norms` returned for them, if it is known already.
 
     Returns:
-        ``[]``, float32, on the first gradient's device. inf or NaN exactly if an entry is inf or NaN, or if the norm
+        ``[]``, dtype and device of the norms. inf or NaN exactly if an entry is inf or NaN, or if the norm
         itself exceeds float32.
     """
     norms = grad_norms(grads) if norms is None else norms
