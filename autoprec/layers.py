@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
-from autoprec.lookalike import lookalike, plain_class, undo_lookalike
+from autoprec.lookalike import lookalike, plain_class, registers_subclasses, undo_lookalike
 from autoprec.runners import Runner, is_functorch_active, make_runner
 from autoprec.units import Unit, kind_of
 
@@ -56,12 +57,14 @@ class Runtime:
         records_inputs: Also record what goes into a unit, to tell it from the operations before it.
         records: What units took and returned, in order of execution.
         untouched: Units that ran as they are because the user switched autocast off around them.
+        thread: The thread that trains.
         on_output: Called with unit name and output of each recorded unit, ``None`` for nothing.
     """
 
     def __init__(self, device_type: str, clamp_output: float | None = None) -> None:
         self.device_type = device_type
         self.clamp_output = clamp_output
+        self.thread = threading.get_ident()
         self.is_active = False
         self.is_recording = False
         self.records_all = False
@@ -69,6 +72,10 @@ class Runtime:
         self.records: list[Record] = []
         self.untouched: set[str] = set()
         self.on_output: Callable[[str, Tensor], None] | None = None
+
+    def is_other_thread(self) -> bool:
+        """Whether the caller is not the thread that trains; evaluation in the background has its own autocast state."""
+        return threading.get_ident() != self.thread
 
     def record(self, state: ModuleState, is_input: bool, value: Any) -> None:
         """Notes the range of the first tensor in ``value``; no synchronisation with the device."""
@@ -140,11 +147,14 @@ def attach(units: Sequence[Unit], runtime: Runtime) -> dict[str, str]:
     for unit in units:
         if unit.reason is not None:
             continue
+        if any(registers_subclasses(type(module)) for module in unit.modules):
+            refused[unit.name] = "its class runs code when it is extended (`__init_subclass__`)"
+            continue
         try:
             unit.states[:] = [ModuleState(module, unit, runtime) for module in unit.modules]
             for state in unit.states:
                 state.swap_in()
-        except TypeError as error:
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             detach([unit])
             unit.states.clear()
             refused[unit.name] = f"its class cannot be extended ({error})"
@@ -218,6 +228,8 @@ def _steered_forward(base_forward: Runner) -> Runner:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: ModuleState | None = self.__dict__.get("_autoprec")
         if state is None or state.run is None or not state.runtime.is_active:
+            return base_forward(self, *args, **kwargs)
+        if state.runtime.is_recording and not torch.compiler.is_compiling() and state.runtime.is_other_thread():
             return base_forward(self, *args, **kwargs)
         if not torch.is_autocast_enabled(state.runtime.device_type):
             # the user protects this region with autocast(enabled=False)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _STATE = "_autoprec"
 _BASE = "_autoprec_base"
+_QUIET = ("builtins", "typing", "abc", "torch", "lightning", "transformers")
 
 
 def lookalike(cls: type[T], method: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> type[T]:
@@ -41,6 +42,11 @@ def lookalike(cls: type[T], method: str, make: Callable[[Callable[..., Any]], Ca
     return made
 
 
+def registers_subclasses(cls: type) -> bool:
+    """Whether making a subclass runs code of the user (``__init_subclass__``), which a lookalike must not."""
+    return any("__init_subclass__" in c.__dict__ for c in cls.__mro__ if c.__module__.split(".")[0] not in _QUIET)
+
+
 def plain_class(obj: Any) -> type:
     """Returns the class an object has when nothing is steered."""
     cls: type = type(obj).__dict__.get(_BASE, type(obj))
@@ -50,7 +56,7 @@ def plain_class(obj: Any) -> type:
 def undo_lookalike(obj: Any) -> None:
     """Gives an object its own class back, if it has a lookalike's."""
     if _BASE in type(obj).__dict__:
-        obj.__class__ = plain_class(obj)
+        object.__setattr__(obj, "__class__", plain_class(obj))  # past a __setattr__ of the object's own
 
 
 def _reduce_as(cls: type) -> Callable[..., Any]:

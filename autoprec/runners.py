@@ -50,7 +50,7 @@ def make_runner(
         run = _emulated_fp16_runner(cls, device_type)
     else:
         run = _autocast_runner(cls, kind, number_format.compute_dtype, device_type, module)
-    if clamp is not None and number_format.compute_dtype in _LOW:
+    if clamp is not None and format_name in ("fp16", "fp8", "int8"):
         run = _clamped(run, clamp)
     return run
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from autoprec.formats import FORMATS, get_format
 from autoprec.knobs import Knobs, steered_units
 from autoprec.steering import Steering
+from autoprec.units import Unit
 
 
 def metrics(steering: Steering) -> dict[str, float]:
@@ -81,7 +83,18 @@ def _format_lines(steering: Steering) -> list[str]:
         if any(unit.is_emulated(name) for unit in members):
             line += " (emulated on this device)"
         lines.append(line)
-    lines += [f"  left alone {u.name}: {u.reason}; runs in the precision of what is before it" for u in left_alone]
+    return lines + _left_alone_lines(left_alone)
+
+
+def _left_alone_lines(units: Sequence[Unit], limit: int = 3) -> list[str]:
+    """One line for each reason; the units run in the precision of what is before them."""
+    names: dict[str, list[str]] = {}
+    for unit in units:
+        names.setdefault(str(unit.reason), []).append(unit.name)
+    lines = []
+    for reason, group in names.items():
+        more = f" and {len(group) - limit} more" if len(group) > limit else ""
+        lines.append(f"  left alone {', '.join(group[:limit])}{more}: {reason}")
     return lines
 
 

@@ -158,8 +158,10 @@ class Telemetry:
             measured.weight_subnormal, measured.weight_subnormal_lower = shares
 
     def _store_sample(self, names: Sequence[str], rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> None:
-        for name in dict.fromkeys(names):
-            mine = [(row, size) for n, row, size in zip(names, rows, sizes, strict=True) if n == name]
+        rows_of: dict[str, list[tuple[Sequence[float], float]]] = {}
+        for name, row, size in zip(names, rows, sizes, strict=True):
+            rows_of.setdefault(name, []).append((row, size))
+        for name, mine in rows_of.items():
             total = max(sum(size for _, size in mine), 1.0)
             unit = self.units[name]
             unit.amax = max(row[0] for row, _ in mine)

@@ -256,10 +256,29 @@ def test_slotted_layers_are_steered_or_refused_and_come_back() -> None:
     assert torch.equal(net(x), plain)
 
 
-def test_a_class_that_cannot_be_extended_is_refused_with_the_reason() -> None:
-    class Final(nn.Linear):
+def test_a_class_with_a_registry_of_subclasses_is_refused_and_sees_nothing() -> None:
+    seen: list[type] = []
+
+    class Registered(nn.Linear):
         def __init_subclass__(cls, **kwargs: Any) -> None:
-            raise TypeError("Final is final")
+            seen.append(cls)
+
+    units = find_units(nn.Sequential(Registered(4, 4)))
+    refused = attach(units, Runtime("cpu"))
+    assert "__init_subclass__" in refused["0"]
+    assert seen == []
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError])
+def test_a_class_that_cannot_be_extended_is_refused_with_the_reason(error: type[Exception]) -> None:
+    class Sealing(type):
+        def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+            if any(isinstance(base, Sealing) for base in bases):
+                raise error("Final is final")
+            return super().__new__(mcs, name, bases, body)
+
+    class Final(nn.Linear, metaclass=Sealing):
+        pass
 
     net = nn.Sequential(Final(4, 4), nn.Linear(4, 4))
     units = find_units(net)
