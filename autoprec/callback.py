@@ -211,9 +211,8 @@ class AutoPrecisionCallback(Callback):
             state = self._saved_controller
             self._ask(lambda: self.controller.load_state_dict(state))
         if steering.window == 0 and self._next_script == 0:
-            formats = self._ask(self.controller.initial_map)
-            if formats:
-                steering.apply(Action(precision=formats), f"first map of policy {self.controller.name!r}")
+            first = self._ask(lambda: Action(precision=self.controller.initial_map()))
+            self._apply(first, f"first map of policy {self.controller.name!r}")
 
     @property
     def _fit(self) -> Steering:
@@ -250,7 +249,7 @@ class AutoPrecisionCallback(Callback):
         if epoch < self._next_epoch:
             return
         self._next_epoch = epoch + 1
-        self._apply(self._ask(lambda: self.controller.epoch_action(epoch)), f"epoch {epoch}")
+        self._apply(self._ask(lambda: _checked(self.controller.epoch_action(epoch))), f"epoch {epoch}")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -266,7 +265,8 @@ class AutoPrecisionCallback(Callback):
             self._next_script = steering.window + 1
             if self._is_scripted:
                 self._apply(
-                    self._ask(lambda: self.controller.step_action(steering.window)), f"window {steering.window}"
+                    self._ask(lambda: _checked(self.controller.step_action(steering.window))),
+                    f"window {steering.window}",
                 )
         self._decide_if_due(trainer)
 
@@ -301,14 +301,16 @@ class AutoPrecisionCallback(Callback):
 
     def _ask(self, question: Callable[[], T]) -> T | None:
         """Asks the controller; its fault must not end the user's run, so it is recorded once and ignored."""
+        device_type = "cpu" if self.steering is None else self.steering.runtime.device_type
         try:
-            with isolate_rng(), torch.no_grad(), torch.autocast(self._fit.runtime.device_type, enabled=False):
+            with isolate_rng(), torch.no_grad(), torch.autocast(device_type, enabled=False):
                 return question()
         except Exception as error:
             if not self._has_failed:
                 self._has_failed = True
                 reason = f"{type(error).__name__}: {error}"
-                self.history.append(Decision(self._fit.window, "policy", None, None, None, None, "refused", reason))
+                window = 0 if self.steering is None else self.steering.window
+                self.history.append(Decision(window, "policy", None, None, None, None, "refused", reason))
                 rank_zero_warn(
                     f"autoprec: policy {self.controller.name!r} failed ({reason}); the run goes on without it."
                 )
@@ -353,7 +355,7 @@ class AutoPrecisionCallback(Callback):
         return {
             "version": STATE_VERSION,
             "policy": self.controller.name,
-            "controller": self.controller.state_dict(),
+            "controller": self._ask(self.controller.state_dict) or {},
             "last_decision": self._last_decision,
             "seen_samples": self._seen_samples,
             "next_script": self._next_script,
@@ -383,6 +385,12 @@ class AutoPrecisionCallback(Callback):
                 f"The checkpoint was written under policy {state_dict['policy']!r}; {self.controller.name!r} starts"
                 " anew from its formats and knob values."
             )
+
+
+def _checked(action: Any) -> Action | None:
+    if action is not None and not isinstance(action, Action):
+        raise TypeError(f"a policy must return an `autoprec.Action` or None, not {action!r}")
+    return action
 
 
 def _without_masked(action: Action | None, knobs: Knobs) -> Action | None:

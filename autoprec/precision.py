@@ -129,11 +129,12 @@ class AutoPrecision(Precision):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Takes hold of optimizers and schedules once they exist."""
-        if self.steering is not None and isinstance(model, pl.LightningModule):
+        steering = self._active  # `model` may be wrapped by the strategy here
+        if steering is not None:
             if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-                restrict_for_lbfgs(self.steering.knobs)
-            self.steering.schedules.attach(lr_schedulers, model.automatic_optimization)
-            self._step_guard = StepGuard(optimizers, self.steering.knobs.loss_scale)
+                restrict_for_lbfgs(steering.knobs)
+            steering.schedules.attach(lr_schedulers, steering.is_automatic)
+            self._step_guard = StepGuard(optimizers, steering.knobs.loss_scale)
         return self.base.connect(model, optimizers, lr_schedulers)
 
     def teardown(self) -> None:

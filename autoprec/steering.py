@@ -154,7 +154,8 @@ class Steering:
             self.is_sampling = False
             self.samples += 1
         if self.knobs.is_steering and not self._is_compiled and _compiled_frames() > self._frames:
-            self._note_compilation()  # a function that runs layers is compiled, or a layer since
+            # a function that runs layers is compiled, or a layer since; the trial and the map before it have used two
+            self._note_compilation(versions_used=2)
         self._finish_trial()
         self._pin_untouched()
         self.runtime.records.clear()
@@ -241,10 +242,10 @@ class Steering:
             self._shadow.restore()
         return True
 
-    def _note_compilation(self) -> None:
+    def _note_compilation(self, versions_used: int = 0) -> None:
         self._is_compiled = True
         # two are left for other causes of recompilation: batch shapes, gradient mode
-        self.knobs.map_limit = max(int(torch._dynamo.config.recompile_limit) - 2, 1)
+        self.knobs.map_limit = max(int(torch._dynamo.config.recompile_limit) - 2 - versions_used, 1)
 
     def _start_trial(self) -> None:
         # compiled graphs raise when they are compiled, and tracing through a mode would compile them anew
@@ -410,10 +411,11 @@ def check_version(state: Mapping[str, Any]) -> None:
 
 
 def _compiled_frames() -> int:
-    """Frames that torch.compile has seen in this process; does not import the compiler."""
+    """Frames and graphs that torch.compile has made in this process; does not import the compiler."""
     if "torch._dynamo" not in sys.modules:
         return 0
-    return int(torch._dynamo.utils.counters["frames"]["total"])
+    counters = torch._dynamo.utils.counters
+    return int(counters["frames"]["total"]) + int(counters["stats"]["unique_graphs"])
 
 
 def _has_compiled_parts(root: nn.Module) -> bool:
