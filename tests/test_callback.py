@@ -430,6 +430,28 @@ def test_fault_in_any_question_to_the_policy(method: str) -> None:
     assert callback.applied_steps == 8
 
 
+@pytest.mark.parametrize("method", ["initial_map", "step_action", "epoch_action"])
+@pytest.mark.parametrize("answer", [3, "bf16", [1, 2], {"net.0": 3}], ids=lambda answer: type(answer).__name__)
+def test_illegal_answer_to_any_question_does_not_end_the_run(method: str, answer: Any) -> None:
+    spy = type("Garbage", (Spy,), {method: lambda *_: answer})()
+    callback = AutoPrecisionCallback(spy, interval=2, verbose=False)
+    with pytest.warns(UserWarning, match="policy 'spy' failed"):
+        fit(callback)
+    assert callback.applied_steps == 8
+    assert [d.outcome for d in callback.history if d.knob == "policy"] == ["refused"]
+
+
+def test_policy_whose_state_cannot_be_saved_does_not_cost_the_checkpoint(tmp_path: Path) -> None:
+    def fail(self: Any) -> Any:
+        raise KeyError("broken")
+
+    callback = AutoPrecisionCallback(type("Stateless", (Spy,), {"state_dict": fail})(), verbose=False)
+    trainer = fit(callback)
+    with pytest.warns(UserWarning, match="policy 'spy' failed"):
+        trainer.save_checkpoint(tmp_path / "file.ckpt")
+    assert torch.load(tmp_path / "file.ckpt", weights_only=True)["AutoPrecision"]["applied_steps"] == 8
+
+
 def test_interrupt_in_a_policy_is_not_swallowed() -> None:
     callback = AutoPrecisionCallback(Faulty(None), interval=2, verbose=False)
 

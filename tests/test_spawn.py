@@ -107,6 +107,33 @@ def test_ddp_on_one_device_in_this_process(in_process: Run, tmp_path: Path) -> N
     assert run.trainer.precision_plugin is run.plugin_before
 
 
+class SkippedTwice(Plain):
+    """The first two steps are skipped; the schedule counts the others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (float("inf") if batch_idx < 2 else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule, "interval": "step"}}
+
+
+def test_schedules_are_held_although_ddp_wraps_the_module() -> None:
+    before = dict(os.environ)
+    try:
+        module, callback = SkippedTwice(), AutoPrecisionCallback(verbose=False)
+        quiet(max_epochs=1, strategy="ddp", devices=1, callbacks=[callback]).fit(module, loader())
+    finally:
+        torch.distributed.destroy_process_group()
+        for name in set(os.environ) - set(before):
+            os.environ.pop(name)
+        os.environ.update(before)
+    assert (callback.applied_steps, callback.skipped_steps) == (6, 2)
+    assert module.schedule.last_epoch == 6
+    assert type(module.schedule) is torch.optim.lr_scheduler.StepLR
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_two_devices_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"runs on one process.*`devices=1`"):
