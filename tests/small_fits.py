@@ -72,7 +72,8 @@ class Plain(pl.LightningModule):
         self.losses: list[float] = []
 
     def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
+        # torch 2.11's mse_loss refuses mixed dtypes
+        return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float())
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
         loss = self.loss(batch)
