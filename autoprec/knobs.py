@@ -141,11 +141,7 @@ class Knobs:
             self._record(step, "precision", unit, before, requested, applied, outcome, reason or why)
             if unit is not None and outcome != "refused":
                 changes[unit] = requested
-        self.change_formats(changes, applied_steps)
-        self._named.update(changes)
-        if changes:
-            self._make_act()
-            self.maps.add(self._map_key({}))
+        self._carry_out(changes, applied_steps)
         self._apply_loss_scale(action, step, why)
         self._apply_clip(action, step, median_norm, why)
         self._refuse_batch_size(action, step)
@@ -200,11 +196,7 @@ class Knobs:
             if self.formats[name] != "fp32":
                 changes[name] = "fp32"
                 self._record(step, "precision", name, self.formats[name], "fp32", "fp32", "applied", f"guard: {reason}")
-        self.change_formats(changes, applied_steps)
-        self._named.update(changes)
-        if changes:
-            self._make_act()
-            self.maps.add(self._map_key({}))
+        self._carry_out(changes, applied_steps)
 
     def raise_all(self, step: int, applied_steps: int, reason: str) -> None:
         """Guard, level 2 for everything: all units and the operations between them."""
@@ -290,6 +282,14 @@ class Knobs:
             self._make_act()
 
     # ---- inside ----
+
+    def _carry_out(self, changes: Mapping[str, str], applied_steps: int) -> None:
+        if not changes:
+            return
+        self.change_formats(changes, applied_steps)
+        self._named.update(changes)
+        self._make_act()
+        self.maps.add(self._map_key({}))
 
     def _base_format(self, unit: Unit) -> str:
         base = self.base.format or "fp32"

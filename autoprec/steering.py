@@ -24,7 +24,7 @@ from autoprec.config import AutoPrecisionConfig
 from autoprec.fallback import Fallback
 from autoprec.gradients import BARE_BACKWARD, Gradients, ScaleMarks
 from autoprec.history import History
-from autoprec.knobs import Knobs
+from autoprec.knobs import Knobs, steered_units
 from autoprec.layers import Runtime, attach, detach
 from autoprec.loss_scale import LossScale
 from autoprec.schedules import ScheduleHold
@@ -161,7 +161,8 @@ class Steering:
         self.runtime.records.clear()
         self.window += 1
         self._has_stepped = self._has_counted = self._found_inf = self._is_window_open = False
-        self.knobs.update_clip(self.telemetry.median_norm, len(self.telemetry.norms), self.window)
+        if self.knobs.clip_follows_median:  # else the median, which sorts, is not needed
+            self.knobs.update_clip(self.telemetry.median_norm, len(self.telemetry.norms), self.window)
 
     @property
     def _follows_trainer(self) -> bool:
@@ -281,7 +282,7 @@ class Steering:
             index = legal.index(current)
             formats[name] = (current, legal[index + 1] if index + 1 < len(legal) else None)
         self.telemetry.sample_gradients(gradients.parameters, formats, self.knobs.loss_scale.scale)
-        self.telemetry.sample_weights([unit for unit in self.knobs.units.values() if unit.reason is None], formats)
+        self.telemetry.sample_weights(steered_units(self.knobs), formats)
 
     def on_applied(self, gradients: Gradients) -> None:
         """Counts an applied step.
