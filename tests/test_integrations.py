@@ -64,7 +64,7 @@ class Net(Full):
         return self.head(torch.relu(self.backbone(x)))  # type: ignore[no-any-return]
 
     def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        return nn.functional.mse_loss(self(batch[0]).float(), batch[1])
+        return nn.functional.mse_loss(self(batch[0]).float(), batch[1].float())
 
     def predict_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
         return self(batch[0])
@@ -488,6 +488,7 @@ def test_datamodule() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden:UserWarning")
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle:UserWarning")  # torch 2.11
 @pytest.mark.parametrize(
     "make",
     [

@@ -106,7 +106,7 @@ class Noisy(Full):
         sign = 1.0 if random.random() < 0.5 else -1.0
         noise = torch.from_numpy(np.random.standard_normal(tuple(batch[0].shape)).astype("float32"))
         out = self.net(sign * batch[0] + 0.01 * noise.to(batch[0]))
-        return self.scale * nn.functional.mse_loss(out.float(), batch[1])
+        return self.scale * nn.functional.mse_loss(out.float(), batch[1].float())
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(list(self.parameters()))

@@ -59,7 +59,7 @@ class Zoo(Full):
         x = self.rnn(x[:, None])[0]
         x = self.block(self.attention(x, x, x)[0])
         x = self.batch_norm(self.tied(self.norm(x))[:, 0])
-        return nn.functional.mse_loss(self.net(x).float(), batch[1])
+        return nn.functional.mse_loss(self.net(x).float(), batch[1].float())
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)

@@ -42,9 +42,9 @@ def values64(x: Tensor) -> Tensor:
     return values.double() / scale.double()
 
 
-def assert_rounded(actual: Tensor, exact: Tensor, roundings: int = 1) -> None:
-    """``actual`` is ``exact`` after a number of roundings to bfloat16 (float32 sums in between)."""
-    slack = roundings * BF16_ROUNDING * exact.abs() + 1e-5 * exact.abs().amax()
+def assert_rounded(actual: Tensor, exact: Tensor, roundings: int = 1, added: Tensor | float = 0.0) -> None:
+    """``actual`` is ``exact`` after a number of roundings to bfloat16, the last of them before ``added`` joined."""
+    slack = roundings * BF16_ROUNDING * (exact.abs() + added) + 1e-5 * exact.abs().amax()
     assert torch.all((actual.double() - exact).abs() <= slack)
 
 
@@ -188,15 +188,17 @@ def test_fp8_linear_equals_torchao(shape: tuple[int, ...], bias: bool, magnitude
     ours, other = x.float().requires_grad_(), x.clone().requires_grad_()
     y, expected = ops.linear(ours, layer.weight, layer.bias, "fp8"), theirs(other)
     assert y.dtype == expected.dtype == torch.bfloat16
-    assert_rounded(y, expected.double())
+    # both add up in float32 and round to bfloat16, in an order of their own; the bias is added after the rounding
+    added = 0.0 if layer.bias is None else layer.bias.detach().double().abs()
+    assert_rounded(y, expected.double(), 2, added)
     grad = torch.randn_like(y) * magnitude
     y.backward(grad)
     expected.backward(grad)
     assert ours.grad is not None
-    assert_rounded(ours.grad, other.grad.double())  # type: ignore[union-attr]
+    assert_rounded(ours.grad, other.grad.double(), 2)  # type: ignore[union-attr]
     for mine, yours in zip(layer.parameters(), theirs.parameters(), strict=True):
         assert mine.grad is not None
-        assert_rounded(mine.grad, yours.grad.double())
+        assert_rounded(mine.grad, yours.grad.double(), 2)
 
 
 @pytest.mark.parametrize(("rows", "inner", "outer"), [(15, 32, 48), (16, 24, 48), (16, 32, 40), (1, 16, 16)])
