@@ -32,9 +32,9 @@ class _Entry:
 class BufferShadow:
     """Keeps the values that a model's buffers had at the start of the current window.
 
-    All buffers are copied at the first window and again whenever they were written. Large or boolean ones (attention
-    masks) that the first window did not write lose their copy, so the cost per step is one copy of the running
-    statistics, and the memory at most twice the buffers.
+    All buffers are copied at the first window that sees them and again whenever they were written. Large or boolean
+    ones (attention masks) that this window did not write lose their copy, so the cost per step is one copy of the
+    running statistics, and the memory at most twice the buffers.
 
     Args:
         root: The model.
@@ -43,15 +43,14 @@ class BufferShadow:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._entries: dict[tuple[int, str], _Entry] = {}
-        self._windows = 0
+        self._fresh: list[_Entry] = []  # seen first at the start of this window: nothing is known about their writes
+        self._layout: _Layout | None = None
 
     def refresh(self) -> None:
         """Notes the start of a window; copies what was written since the last call."""
-        if self._windows == 0:
-            self._discover()
-        elif self._windows == 1:
-            self._learn()
-        self._windows += 1
+        self._learn()
+        if self._layout is None or self._layout.has_changed:
+            self._fresh = self._discover()
         for key, entry in list(self._entries.items()):
             buffer = entry.module._buffers.get(entry.name)
             if buffer is None:
@@ -66,8 +65,11 @@ class BufferShadow:
             Names of buffers that were written for the first time in this window and could not be put back.
         """
         lost: list[str] = []
+        fresh = set(map(id, self._fresh))
+        if self._layout is not None and self._layout.has_changed:
+            lost.extend(entry.name for entry in self._discover())
         for entry in self._entries.values():
-            if entry.is_unwritten and self._windows > 1:  # in the first window nothing is known about hidden writes
+            if entry.is_unwritten and id(entry) not in fresh:
                 if entry.copy is not None and _differs(entry.buffer, entry.copy):
                     lost.append(entry.name)
                     entry.has_hidden_writes = True
@@ -81,23 +83,52 @@ class BufferShadow:
             entry.version = entry.buffer._version
         return lost
 
-    def _discover(self) -> None:
-        for module in self._root.modules():
+    def _discover(self) -> list[_Entry]:
+        """Copies the buffers that are not known yet, those of layers included that were added in mid-run."""
+        self._layout = _Layout(self._root)
+        found: list[_Entry] = []
+        for module in self._layout.modules:
             for name, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_inference():
-                    hidden = isinstance(module, _NormBase) or name in _STATISTICS
-                    copy = buffer.detach().clone()
-                    self._entries[id(module), name] = _Entry(module, name, buffer, buffer._version, copy, hidden)
+                key = (id(module), name)
+                if buffer is None or buffer.is_inference() or key in self._entries:
+                    continue
+                hidden = isinstance(module, _NormBase) or name in _STATISTICS
+                entry = _Entry(module, name, buffer, buffer._version, buffer.detach().clone(), hidden)
+                self._entries[key] = entry
+                found.append(entry)
+        return found
 
     def _learn(self) -> None:
-        """After the first window: which buffers change behind their version, and which need no copy."""
-        for entry in self._entries.values():
+        """After a buffer's first window: whether it changes behind its version, and whether it needs a copy."""
+        for entry in self._fresh:
             if not entry.is_unwritten or entry.copy is None:
                 continue
             if _differs(entry.buffer, entry.copy):
                 entry.has_hidden_writes = True
             elif entry.buffer.dtype is torch.bool or entry.buffer.nbytes > _KEPT_BYTES:
                 entry.copy = None
+        self._fresh = []
+
+
+class _Layout:
+    """Which modules and buffers a model has, in a form that is cheap to compare at every step."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules = list(root.modules())  # held, so that no later module gets the address of one that is gone
+        self._tables = [table for module in self.modules for table in (module._modules, module._buffers)]
+        self._parents = [module._modules for module in self.modules if module._modules]
+        self._empty = [(m._buffers, name) for m in self.modules for name, b in m._buffers.items() if b is None]
+        self._size, self._children = self._count()
+
+    def _count(self) -> tuple[int, list[int]]:
+        return sum(map(len, self._tables)), [id(child) for table in self._parents for child in table.values()]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a module or buffer was added, replaced or removed."""
+        return self._count() != (self._size, self._children) or any(
+            table.get(name) is not None for table, name in self._empty
+        )
 
 
 def _copy(entry: _Entry, buffer: Tensor) -> None:

@@ -7,7 +7,6 @@ whose outputs it read are named, so that the guard can raise them before the nex
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -53,15 +52,16 @@ class Trial(TorchFunctionMode):
     def __enter__(self) -> Trial:
         # the user's own autograd functions do not pass through the mode
         self._apply = Function.__dict__["apply"]
-        trial, original = self, self._apply.__func__
+        trial, descriptor = self, self._apply
 
         def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+            original = descriptor.__get__(None, cls)  # a classmethod, in C from torch 2.14 on
             if cls.__module__.startswith("autoprec."):
-                return original(cls, *args, **kwargs)
+                return original(*args, **kwargs)
             try:
-                return original(cls, *args, **kwargs)
+                return original(*args, **kwargs)
             except (RuntimeError, TypeError, AssertionError) as error:
-                return trial._repaired(functools.partial(original, cls), cls.__name__, args, kwargs, error)
+                return trial._repaired(original, cls.__name__, args, kwargs, error)
 
         Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]

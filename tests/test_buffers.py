@@ -230,3 +230,64 @@ def test_inference_buffers_are_left_alone() -> None:
     module.in_place()
     assert shadow.restore() == []
     assert int(module.count) == 0
+
+
+def add_layer(net: nn.Sequential) -> None:
+    net.add_module("late", nn.BatchNorm1d(4))
+
+
+def replace_layer(net: nn.Sequential) -> None:
+    net[1] = nn.BatchNorm1d(4)
+
+
+def register(net: nn.Sequential) -> None:
+    net[0].register_buffer("calls", torch.zeros(()))
+
+
+def fill(net: nn.Sequential) -> None:
+    net[0].nothing = torch.zeros(2)
+
+
+LATE = {function.__name__: function for function in (add_layer, replace_layer, register, fill)}
+
+
+def touch(net: nn.Sequential) -> None:
+    """Writes every buffer, as a forward in training does."""
+    net(torch.rand(8, 4))
+    for _, buffer in net.named_buffers():
+        buffer.add_(1)
+
+
+@pytest.mark.parametrize("change", LATE.values(), ids=LATE)
+def test_a06_buffers_that_appear_in_mid_run_are_put_back(change: Callable[[nn.Sequential], None]) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    net[0].register_buffer("nothing", None)
+    shadow = BufferShadow(net)
+    for _ in range(3):
+        shadow.refresh()
+        touch(net)
+    change(net)
+    for _ in range(3):  # the first window that sees them, and two later ones
+        shadow.refresh()
+        before = values(net)
+        touch(net)
+        assert shadow.restore() == []
+        assert_same(net, before)
+        touch(net)
+
+
+@pytest.mark.parametrize("change", LATE.values(), ids=LATE)
+def test_a06_buffers_that_appear_in_the_skipped_window_are_named(change: Callable[[nn.Sequential], None]) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    net[0].register_buffer("nothing", None)
+    shadow = BufferShadow(net)
+    for _ in range(3):
+        shadow.refresh()
+        touch(net)
+    change(net)
+    assert shadow.restore() != []
+    shadow.refresh()
+    before = values(net)
+    touch(net)
+    assert shadow.restore() == []
+    assert_same(net, before)

@@ -279,6 +279,21 @@ def test_a06_layer_unfrozen_in_mid_run() -> None:
     assert_finite(task)
 
 
+def test_a06_layer_added_in_mid_run() -> None:
+    late = nn.BatchNorm1d(1)
+
+    class Add(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                pl_module.net.add_module("late", late)
+
+    ap, task = scripted(), Task(vectors(nn.BatchNorm1d(8)), rows_with_a_bad_batch(4, math.inf), optimizer=sgd_small)
+    cpu(callbacks=[ap, Add()]).fit(task)
+    assert (ap.skipped_steps, ap.applied_steps) == (1, 7)
+    assert late.num_batches_tracked == 6  # seven batches, one of them skipped
+    assert_finite(task)
+
+
 # ---- buffers, ids and position tables ----
 
 
