@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
@@ -26,6 +25,7 @@ from autoprec.precision import AutoPrecision
 from autoprec.settings import PluginSettings
 from autoprec.steering import STATE_VERSION, Steering, check_version
 from autoprec.summary import mean_bits, metrics, summarize
+from autoprec.trainer_facts import check_trainer, loader_batch_size, log_interval, progress
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class AutoPrecisionCallback(Callback):
     @property
     def batch_size(self) -> int | None:
         """The loader's batch size per rank, ``None`` if it is not known."""
-        return _loader_batch_size(self._owner)
+        return loader_batch_size(self._owner)
 
     @property
     def clip_threshold(self) -> float:
@@ -181,7 +181,7 @@ class AutoPrecisionCallback(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Puts the plugin in place of the Trainer's own, for fit only."""
-        _check_trainer(trainer)
+        check_trainer(trainer)
         if stage != "fit":
             return
         self._reset()
@@ -284,7 +284,7 @@ class AutoPrecisionCallback(Callback):
         steering, knobs = self._fit, self._fit.knobs
         steering.telemetry.flush()
         units = read_units(knobs, steering.telemetry, steering.applied_steps)
-        run = read_globals(knobs, steering.telemetry, _progress(trainer))
+        run = read_globals(knobs, steering.telemetry, progress(trainer))
         observation = encode(units, run)
 
         def decision() -> Action | None:
@@ -323,7 +323,7 @@ class AutoPrecisionCallback(Callback):
     ) -> None:
         """Closes the window and logs."""
         self._fit.finish_window()
-        if trainer.barebones or self._fit.window % max(_log_interval(trainer), 1):
+        if trainer.barebones or self._fit.window % max(log_interval(trainer), 1):
             return
         # the batch size has no effect here, but Lightning asks for one where `training_step` takes a `dataloader_iter`
         self.log_dict(metrics(self._fit), batch_size=1)
@@ -402,39 +402,3 @@ def _without_masked(action: Action | None, knobs: Knobs) -> Action | None:
         loss_scale=None if "loss_scale" in knobs.masked else action.loss_scale,
         clip=None if "clip" in knobs.masked else action.clip,
     )
-
-
-def _check_trainer(trainer: Any) -> None:
-    if not isinstance(trainer, pl.Trainer):
-        raise MisconfigurationException(
-            f"AutoPrecisionCallback belongs to `lightning.pytorch`, but the Trainer is a"
-            f" `{type(trainer).__module__}.{type(trainer).__qualname__}`. The two packages do not mix: gradients would"
-            " silently not be clipped. Import Trainer and LightningModule from `lightning.pytorch`."
-        )
-    if trainer.world_size > 1:
-        raise MisconfigurationException(
-            f"AutoPrecisionCallback runs on one process, but `Trainer(strategy=..., devices=...)` starts"
-            f" {trainer.world_size}. Use `devices=1`, or train without the callback."
-        )
-    if not isinstance(trainer.strategy.precision_plugin, AutoPrecision):
-        check_base(trainer.strategy.precision_plugin)
-
-
-def _log_interval(trainer: Any) -> int:
-    return int(trainer.log_every_n_steps)
-
-
-def _progress(trainer: pl.Trainer) -> float:
-    if trainer.max_steps and trainer.max_steps > 0:
-        return min(trainer.global_step / trainer.max_steps, 1.0)
-    epochs, batches = trainer.max_epochs, trainer.num_training_batches
-    if not epochs or epochs < 0 or not batches or math.isinf(batches):
-        return math.nan
-    done = trainer.current_epoch + trainer.fit_loop.epoch_loop.batch_progress.current.ready / batches
-    return min(done / epochs, 1.0)
-
-
-def _loader_batch_size(trainer: Any) -> int | None:
-    loader = getattr(trainer, "train_dataloader", None)
-    size = getattr(loader, "batch_size", None)
-    return size if isinstance(size, int) else None

@@ -39,7 +39,7 @@ the features that are named after the loss scale.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -49,6 +49,7 @@ from numpy.typing import ArrayLike, NDArray
 from autoprec.action import Action
 from autoprec.formats import FORMATS, get_format, nearest, rank
 from autoprec.readings import LAYER_KINDS, GlobalReading, UnitReading
+from autoprec.trends import drift_bits, finite, log2_or_zero, relative_change, spread, spread_around_drift
 
 __all__ = [
     "CLIP_MULTIPLIERS",
@@ -129,14 +130,13 @@ def encode(units: Sequence[UnitReading], globals: GlobalReading) -> Observation:
     """
     rows = np.zeros((len(units) + len(KnobKind) - 1, len(FEATURES)))
     shared = _global_features(units, globals)
-    median_bits = _log2(globals.median_norm)
+    median_bits = log2_or_zero(globals.median_norm)
     for row, unit in zip(rows, units, strict=False):
         _write(row, {"knob_precision": 1.0, "can_lower": unit.lower is not None and not unit.held})
         _write(row, {"can_raise": unit.higher is not None, **_unit_features(unit, median_bits)})
     for row, kind in zip(rows[len(units) :], list(KnobKind)[1:], strict=True):
         _write(row, {f"knob_{kind.value}": 1.0, **_global_moves(kind, globals)})
-    for row in rows:
-        _write(row, shared)
+    rows[:, [_INDEX[name] for name in shared]] = list(shared.values())
     return np.clip(np.nan_to_num(rows, nan=0.0, posinf=LIMIT, neginf=-LIMIT), -LIMIT, LIMIT).astype(np.float32)
 
 
@@ -208,7 +208,7 @@ def _write(row: NDArray[np.float64], values: dict[str, float]) -> None:
 def _unit_features(unit: UnitReading, median_bits: float) -> dict[str, float]:
     current = get_format(unit.format)
     lower = get_format(unit.lower or unit.format)
-    norms = _finite(unit.grad_norm_history)
+    norms = finite(unit.grad_norm_history)
     return {
         f"layer_{unit.kind if unit.kind in LAYER_KINDS else 'other'}": 1.0,
         f"format_{unit.format}": 1.0,
@@ -221,11 +221,11 @@ def _unit_features(unit: UnitReading, median_bits: float) -> dict[str, float]:
         "act_headroom_lower": _headroom(unit.act_amax, lower.amax_limit),
         "grad_known": not math.isnan(unit.grad_amax),
         "act_known": not math.isnan(unit.act_amax),
-        "grad_cv": _spread_around_drift(norms),
-        "grad_trend": _drift_bits(unit.grad_norm_history),
+        "grad_cv": spread_around_drift(norms),
+        "grad_trend": drift_bits(unit.grad_norm_history),
         "grad_readings": norms.size / READINGS,
-        "grad_share": (_log2(unit.grad_norm) - median_bits) / 16.0,
-        "act_drift": _drift_bits(unit.act_amax_history),
+        "grad_share": (log2_or_zero(unit.grad_norm) - median_bits) / 16.0,
+        "act_drift": drift_bits(unit.act_amax_history),
         "underflow": unit.underflow_fraction,
         "underflow_lower": unit.underflow_fraction_lower,
         "underflow_lower_known": not math.isnan(unit.underflow_fraction_lower),
@@ -241,27 +241,28 @@ def _unit_features(unit: UnitReading, median_bits: float) -> dict[str, float]:
 
 
 def _global_features(units: Sequence[UnitReading], globals: GlobalReading) -> dict[str, float]:
-    median = globals.median_norm
-    losses = _finite(globals.losses)
+    median_bits = log2_or_zero(globals.median_norm)
+    is_clip_off = math.isinf(globals.clip_threshold)
+    losses = finite(globals.losses)
     return {
-        "loss_fast": 10.0 * _relative_change(losses, max(losses.size // 4, 1)),
-        "loss_slow": 10.0 * _relative_change(losses, max(losses.size // 2, 1)),
-        "loss_cv": _spread(losses),
+        "loss_fast": 10.0 * relative_change(losses, max(losses.size // 4, 1)),
+        "loss_slow": 10.0 * relative_change(losses, max(losses.size // 2, 1)),
+        "loss_cv": spread(losses),
         "loss_nonfinite": losses.size < len(globals.losses),
-        "loss_scale": _log2(globals.loss_scale) / 24.0,
-        "loss_scale_trend": _drift_bits(globals.loss_scale_history) / 24.0,
+        "loss_scale": log2_or_zero(globals.loss_scale) / 24.0,
+        "loss_scale_trend": drift_bits(globals.loss_scale_history) / 24.0,
         "growth_tracker": log_steps(globals.growth_tracker),
         "applied_share": globals.applied_share,
         "clipped_share": globals.clipped_share,
-        "clip": LIMIT if math.isinf(globals.clip_threshold) else (_log2(globals.clip_threshold) - _log2(median)) / 4.0,
-        "clip_off": math.isinf(globals.clip_threshold),
-        "norm_cv": _spread(_finite(globals.norms)),
-        "norm_trend": _drift_bits(globals.norms),
-        "norm_median": _log2(median) / 16.0,
+        "clip": LIMIT if is_clip_off else (log2_or_zero(globals.clip_threshold) - median_bits) / 4.0,
+        "clip_off": is_clip_off,
+        "norm_cv": spread(finite(globals.norms)),
+        "norm_trend": drift_bits(globals.norms),
+        "norm_median": median_bits / 16.0,
         "norm_nonfinite": not np.isfinite(np.asarray(globals.norms)).all(),
         "progress": globals.progress,
         "progress_known": not math.isnan(globals.progress),
-        "batch_size": _log2(globals.batch_size) / 16.0,
+        "batch_size": log2_or_zero(globals.batch_size) / 16.0,
         **_pooled_features(units),
     }
 
@@ -344,59 +345,9 @@ def _nearest_multiplier(ratio: float) -> int:
     return min(range(len(finite)), key=lambda index: abs(position - math.log2(finite[index])))
 
 
-def _finite(values: Iterable[float]) -> NDArray[np.float64]:
-    array = np.asarray(tuple(values), dtype=np.float64)
-    return array[np.isfinite(array)]
-
-
-def _log2(value: float) -> float:
-    """Returns log2 where it exists and 0 where it does not."""
-    return math.log2(value) if 0 < value < math.inf else 0.0
-
-
 def _headroom(amax: float, limit: float) -> float:
     if math.isnan(amax):
         return 0.0
     if math.isinf(amax):
         return -LIMIT
     return (math.log2(limit) - math.log2(amax)) / HEADROOM_BITS if amax > 0 else LIMIT
-
-
-def _spread(values: NDArray[np.float64]) -> float:
-    """Returns standard deviation / mean of the absolute values, computed so that no square overflows."""
-    largest = float(np.abs(values).max(initial=0.0))
-    if values.size < 2 or largest == 0.0:
-        return 0.0
-    scaled = values / largest
-    return float(scaled.std() / np.abs(scaled).mean())
-
-
-def _spread_around_drift(values: NDArray[np.float64]) -> float:
-    """Returns the relative spread that is left when a steady rise or fall is taken out."""
-    if values.size < 4 or not (values > 0).all():
-        return _spread(values)
-    logs = np.log2(values)
-    steps = np.arange(values.size)
-    residual = logs - np.polyval(np.polyfit(steps, logs, 1), steps)
-    return _spread(np.exp2(np.clip(residual, -64, 64)))
-
-
-def _drift_bits(history: Sequence[float]) -> float:
-    """Returns the change of log2 over the window by least squares. Positions without a positive value do not count."""
-    values = np.asarray(history, dtype=np.float64)
-    (at,) = np.nonzero(np.isfinite(values) & (values > 0))
-    if at.size < 3:
-        return 0.0
-    centred = at - at.mean()
-    slope = float(centred @ np.log2(values[at]) / (centred @ centred))
-    return slope * (len(values) - 1)
-
-
-def _relative_change(values: NDArray[np.float64], width: int) -> float:
-    """Returns the mean of the last ``width`` values minus that of the ``width`` before, in units of the mean size."""
-    largest = float(np.abs(values).max(initial=0.0))
-    if values.size < 2 * width or largest == 0.0:
-        return 0.0
-    scaled = values / largest
-    change = scaled[-width:].mean() - scaled[-2 * width : -width].mean()
-    return float(change / np.abs(scaled).mean())

@@ -7,28 +7,25 @@ when a boundary is reached (``precision``) and who decides (``controller``, ``ca
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from autoprec.action import Action
 from autoprec.base import Base
 from autoprec.config import AutoPrecisionConfig
-from autoprec.formats import get_format, nearest, rank, widest
+from autoprec.formats import get_format, rank
 from autoprec.guard import Guard
 from autoprec.history import Decision, History, Knob, Outcome, Value
+from autoprec.judgement import JudgedFormat, judge_formats
 from autoprec.layers import Runtime, set_format
 from autoprec.loss_scale import LossScale
-from autoprec.units import Unit, resolve
+from autoprec.units import Unit
 
 KNOBS: tuple[Knob, ...] = ("precision", "loss_scale", "batch_size", "clip")
 CLIPS_BY_VALUE = "the Trainer clips by value; the threshold on the norm does not apply"
 _BATCH_REASON = "the batch size is not steered yet; set it on the DataLoader"
-
-
-# unit (None: no such unit), requested format, outcome and reason (empty: as asked)
-_Judged: TypeAlias = tuple[str | None, str, Outcome, str]
 
 
 class Knobs:
@@ -135,7 +132,7 @@ class Knobs:
             why: Reason to record for what is applied as asked.
         """
         changes = {}
-        for unit, requested, outcome, reason in self._within_map_limit(self._judged_formats(action, applied_steps)):
+        for unit, requested, outcome, reason in self._judged_formats(action, applied_steps):
             before = self.formats.get(unit or "")
             applied = requested if outcome in ("applied", "limited") else before
             self._record(step, "precision", unit, before, requested, applied, outcome, reason or why)
@@ -319,45 +316,25 @@ class Knobs:
     def _map_key(self, changes: Mapping[str, str]) -> tuple[str, ...]:
         return tuple({**self.formats, **changes}.values())
 
-    def _within_map_limit(self, judged: Iterable[_Judged]) -> list[_Judged]:
+    def _within_map_limit(self, judged: list[JudgedFormat]) -> list[JudgedFormat]:
         """Refuses a request that would make one map more than the compiler keeps."""
-        rows = list(judged)
-        changes = {unit: requested for unit, requested, outcome, _ in rows if unit is not None and outcome != "refused"}
+        changes = {row.unit: row.requested for row in judged if row.unit is not None and row.outcome != "refused"}
         is_known = self.map_limit is None or self._map_key(changes) in self.maps or len(self.maps) < self.map_limit
         if is_known:
-            return rows
+            return judged
         reason = f"torch.compile keeps code for {self.map_limit} maps here, and this would be another one"
-        return [(u, f, "refused", why if outcome == "refused" else reason) for u, f, outcome, why in rows]
+        return [row if row.outcome == "refused" else row._replace(outcome="refused", reason=reason) for row in judged]
 
-    def _judged_formats(self, action: Action, applied_steps: int) -> Iterable[_Judged]:
-        """Yields unit, requested format, outcome and reason (empty: as asked) for the precision part of a request."""
-        if not action.precision:
-            return
-        if "precision" in self.masked:
-            reason = f"the precision knob is masked: {self.masked['precision']}"
-            for pattern, requested in action.precision.items():
-                yield self._known_name(pattern), requested, "refused", reason
-            return
-        asked, exact, missing = resolve(list(self.units.values()), action.precision)
-        for pattern in missing:
-            names = list(self.units)
-            yield None, action.precision[pattern], "refused", f"no unit is called {pattern!r}.{nearest(pattern, names)}"
-        for name, requested in asked.items():
-            unit = self.units[name]
-            contradicts = len(exact.get(name, ())) > 1
-            wanted = widest(exact[name]) if contradicts else requested
-            outcome, reason = self.guard.check_format(name, wanted, unit.legal, applied_steps, unit.reason)
-            if outcome == "refused" and wanted in self.restrictions:
-                reason = f"{reason}; {self.restrictions[wanted]}"
-            if outcome == "applied":
-                reason = ""
-                if contradicts:
-                    outcome = "limited"
-                    reason = f"{', '.join(unit.names)} share weights; the widest of {sorted(set(exact[name]))} counts"
-            yield name, wanted, outcome, reason
-
-    def _known_name(self, pattern: str) -> str | None:
-        return pattern if pattern in self.units else None
+    def _judged_formats(self, action: Action, applied_steps: int) -> list[JudgedFormat]:
+        judged = judge_formats(
+            action.precision or {},
+            self.units,
+            self.guard,
+            applied_steps,
+            self.masked.get("precision"),
+            self.restrictions,
+        )
+        return self._within_map_limit(list(judged))
 
     def _apply_loss_scale(self, action: Action, step: int, why: str) -> None:
         if action.loss_scale is None:
@@ -390,8 +367,8 @@ class Knobs:
         if knob == "clip":
             applied, _, reason = self.guard.check_clip(value, median_norm)
             return applied is None, reason
-        is_legal = math.isfinite(value) and value > 0
-        return not is_legal, f"a loss scale must be finite and > 0, not {value!r}"
+        reason = self.loss_scale.refusal(value)
+        return bool(reason), reason
 
     def _refuse_batch_size(self, action: Action, step: int) -> None:
         requests: tuple[tuple[Knob, int | None], ...] = (

@@ -169,12 +169,26 @@ def detach(units: Sequence[Unit]) -> None:
                 state.swap_out()
 
 
+def prepare(units: Sequence[Unit], runtime: Runtime) -> None:
+    """Prepares units for :func:`swapped`; those that cannot be are left alone from here on, with the reason.
+
+    Args:
+        units: From :func:`autoprec.units.find_units`; changed in place.
+        runtime: Shared state.
+    """
+    refused = attach(units, runtime)
+    detach(units)
+    for unit in units:
+        if unit.name in refused:
+            unit.reason, unit.legal, unit.native = refused[unit.name], ("fp32",), ("fp32",)
+
+
 @contextmanager
 def swapped(units: Sequence[Unit]) -> Iterator[None]:
     """Swaps the classes of prepared units for the time of a step, so that hooks between steps meet the plain ones.
 
     Args:
-        units: Units that were prepared by :func:`attach`.
+        units: Units that were prepared.
     """
     states: list[ModuleState] = [state for unit in units for state in unit.states]
     others = [state.swap_in() for state in states]

@@ -58,6 +58,11 @@ class LossScale:
             self._scale = self._limited(self._scale * self.config.growth_factor)
             self.growth_tracker = 0
 
+    @staticmethod
+    def refusal(value: float) -> str:
+        """Says why a scale cannot be used, ``""`` if it can."""
+        return "" if math.isfinite(value) and value > 0 else f"a loss scale must be finite and > 0, not {value!r}"
+
     def request(self, value: float) -> tuple[float, Outcome, str]:
         """Sets the scale on request and starts to count clean steps anew.
 
@@ -69,8 +74,9 @@ class LossScale:
         Returns:
             The scale from here on, ``"applied"``, ``"limited"`` (to floor or cap) or ``"refused"``, and the reason.
         """
-        if not (math.isfinite(value) and value > 0):
-            return self.scale, "refused", f"a loss scale must be finite and > 0, not {value!r}"
+        reason = self.refusal(value)
+        if reason:
+            return self.scale, "refused", reason
         low, high = self.config.floor, self.config.cap
         self._scale = float(min(max(value, low), high))
         self.enabled = True

@@ -36,6 +36,7 @@ from autoprec.retry import StepRetry
 from autoprec.settings import checked_settings
 from autoprec.steering import STATE_VERSION, Steering, check_version
 from autoprec.units import find_units
+from autoprec.wrapped import WrappedPrecision
 
 _ANOMALY = (
     "This is `Trainer(detect_anomaly=True)`: without it autoprec would skip this step, because its gradient is not"
@@ -52,7 +53,7 @@ class _StepSkipped(Exception):
         self.result = result
 
 
-class AutoPrecision(Precision):
+class AutoPrecision(WrappedPrecision):
     """Per-layer precision, loss scale, clipping and a finite-step guard for Lightning's Trainer.
 
     ``AutoPrecisionCallback`` installs it by itself. Alone, ``Trainer(plugins=[AutoPrecision({"*": "bf16"})])`` trains
@@ -169,30 +170,6 @@ class AutoPrecision(Precision):
             sync_scaler(self.base, self._active.knobs.loss_scale)
         return getattr(self.base, "scaler", None)
 
-    def tensor_init_context(self) -> Any:
-        """Delegates to the base plugin."""
-        return self.base.tensor_init_context()
-
-    def module_init_context(self) -> Any:
-        """Delegates to the base plugin."""
-        return self.base.module_init_context()
-
-    def forward_context(self) -> Any:
-        """Delegates to the base plugin: outside training steps the base precision holds."""
-        return self.base.forward_context()
-
-    def convert_input(self, data: Any) -> Any:
-        """Delegates to the base plugin."""
-        return self.base.convert_input(data)
-
-    def convert_output(self, data: Any) -> Any:
-        """Delegates to the base plugin."""
-        return self.base.convert_output(data)
-
-    def main_params(self, optimizer: Optimizer) -> Any:
-        """Delegates to the base plugin."""
-        return self.base.main_params(optimizer)
-
     # ---- forward ----
 
     @contextlib.contextmanager
@@ -220,18 +197,6 @@ class AutoPrecision(Precision):
                 yield
             return
         with self.base.val_step_context(), formats_region(steering, is_training=False):
-            yield
-
-    @contextlib.contextmanager
-    def test_step_context(self) -> Generator[None, None, None]:
-        """Delegates to the base plugin."""
-        with self.base.test_step_context():
-            yield
-
-    @contextlib.contextmanager
-    def predict_step_context(self) -> Generator[None, None, None]:
-        """Delegates to the base plugin."""
-        with self.base.predict_step_context():
             yield
 
     # ---- backward ----

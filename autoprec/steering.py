@@ -7,25 +7,24 @@ under manual optimization). Requests act between windows only. What does not liv
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from autoprec.action import Action
 from autoprec.base import Base
 from autoprec.buffers import BufferShadow
+from autoprec.compilation import CompilationWatch
 from autoprec.config import AutoPrecisionConfig
 from autoprec.fallback import Fallback
 from autoprec.gradients import BARE_BACKWARD, Gradients, ScaleMarks
 from autoprec.history import History
 from autoprec.knobs import Knobs, steered_units
-from autoprec.layers import Runtime, attach, detach
+from autoprec.layers import Runtime, prepare
 from autoprec.loss_scale import LossScale
 from autoprec.schedules import ScheduleHold
 from autoprec.telemetry import Telemetry
@@ -73,7 +72,7 @@ class Steering:
         self.history = History()
         self.runtime = Runtime(device_type, config.clamp_output)
         if "precision" not in masked:
-            _prepare(units, self.runtime)
+            prepare(units, self.runtime)
         self.knobs = Knobs(units, self.runtime, config, masked, base, loss_scale, self.history)
         self.telemetry = Telemetry(units, config.clip.window)
         self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
@@ -98,10 +97,8 @@ class Steering:
         self._has_stepped = False
         self._has_counted = False
         self._found_inf = False
-        self._is_compiled = False
-        self._frames = _compiled_frames()
-        if _has_compiled_parts(root):
-            self._note_compilation()
+        self._compilation = CompilationWatch(root)
+        self.knobs.map_limit = self._compilation.map_limit
         if self.knobs.is_steering:  # the Trainer's own fp16 is probed like any other map
             self._start_trial()
 
@@ -153,9 +150,9 @@ class Steering:
             self.telemetry.note_outputs(self.runtime.records)
             self.is_sampling = False
             self.samples += 1
-        if self.knobs.is_steering and not self._is_compiled and _compiled_frames() > self._frames:
-            # a function that runs layers is compiled, or a layer since; the trial and the map before it have used two
-            self._note_compilation(versions_used=2)
+        if self.knobs.is_steering:
+            self._compilation.look()
+            self.knobs.map_limit = self._compilation.map_limit
         self._finish_trial()
         self._pin_untouched()
         self.runtime.records.clear()
@@ -243,14 +240,9 @@ class Steering:
             self._shadow.restore()
         return True
 
-    def _note_compilation(self, versions_used: int = 0) -> None:
-        self._is_compiled = True
-        # two are left for other causes of recompilation: batch shapes, gradient mode
-        self.knobs.map_limit = max(int(torch._dynamo.config.recompile_limit) - 2 - versions_used, 1)
-
     def _start_trial(self) -> None:
         # compiled graphs raise when they are compiled, and tracing through a mode would compile them anew
-        if not self._is_compiled:
+        if not self._compilation.is_compiled:
             self.trial = Trial()
 
     def _finish_trial(self) -> None:
@@ -409,25 +401,3 @@ def check_version(state: Mapping[str, Any]) -> None:
             f"The checkpoint holds autoprec state of version {version!r}, this autoprec reads version {STATE_VERSION}."
             " Resume with the autoprec that wrote it, or remove the entries of autoprec from the checkpoint."
         )
-
-
-def _compiled_frames() -> int:
-    """Frames and graphs that torch.compile has made in this process; does not import the compiler."""
-    if "torch._dynamo" not in sys.modules:
-        return 0
-    counters = torch._dynamo.utils.counters
-    return int(counters["frames"]["total"]) + int(counters["stats"]["unique_graphs"])
-
-
-def _has_compiled_parts(root: nn.Module) -> bool:
-    if getattr(root, "_compiler_ctx", None) is not None:  # Lightning has unwrapped torch.compile(module)
-        return True
-    return any("_orig_mod" in module._modules or module._compiled_call_impl is not None for module in root.modules())
-
-
-def _prepare(units: Sequence[Unit], runtime: Runtime) -> None:
-    refused = attach(units, runtime)
-    detach(units)
-    for unit in units:
-        if unit.name in refused:
-            unit.reason, unit.legal, unit.native = refused[unit.name], ("fp32",), ("fp32",)

@@ -1,0 +1,57 @@
+"""What the callback reads from a Trainer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from autoprec.plugins import check_base
+from autoprec.precision import AutoPrecision
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuses what autoprec cannot run under.
+
+    Raises:
+        MisconfigurationException: For the Trainer of another package, several processes, or a precision plugin that
+            does its own precision.
+    """
+    if not isinstance(trainer, pl.Trainer):
+        raise MisconfigurationException(
+            f"AutoPrecisionCallback belongs to `lightning.pytorch`, but the Trainer is a"
+            f" `{type(trainer).__module__}.{type(trainer).__qualname__}`. The two packages do not mix: gradients would"
+            " silently not be clipped. Import Trainer and LightningModule from `lightning.pytorch`."
+        )
+    if trainer.world_size > 1:
+        raise MisconfigurationException(
+            f"AutoPrecisionCallback runs on one process, but `Trainer(strategy=..., devices=...)` starts"
+            f" {trainer.world_size}. Use `devices=1`, or train without the callback."
+        )
+    if not isinstance(trainer.strategy.precision_plugin, AutoPrecision):
+        check_base(trainer.strategy.precision_plugin)
+
+
+def log_interval(trainer: Any) -> int:
+    """Steps between two logged values; set by a connector where type checkers do not see it."""
+    return int(trainer.log_every_n_steps)
+
+
+def progress(trainer: pl.Trainer) -> float:
+    """Share of the fit that is over, 0 to 1; NaN if its end is not known."""
+    if trainer.max_steps and trainer.max_steps > 0:
+        return min(trainer.global_step / trainer.max_steps, 1.0)
+    epochs, batches = trainer.max_epochs, trainer.num_training_batches
+    if not epochs or epochs < 0 or not batches or math.isinf(batches):
+        return math.nan
+    done = trainer.current_epoch + trainer.fit_loop.epoch_loop.batch_progress.current.ready / batches
+    return min(done / epochs, 1.0)
+
+
+def loader_batch_size(trainer: Any) -> int | None:
+    """Batch size of the loader in use, ``None`` if it is not known."""
+    loader = getattr(trainer, "train_dataloader", None)
+    size = getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) else None
