@@ -9,14 +9,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from autoprec.config import AutoPrecisionConfig
 from autoprec.lookalike import lookalike, undo_lookalike
 
 
+@dataclass
+class _Held:
+    """A schedule, and what its optimizer did since the schedule's last call."""
+
+    scheduler: Any
+    attempted: int = 0
+    skipped: int = 0
+    is_held: bool = False
+
+    def should_hold(self) -> bool:
+        """Decides about one call: held back if as many steps were skipped as lie between two calls."""
+        if self.attempted:  # else called again after the same step
+            self.is_held = self.skipped >= self.attempted
+            self.skipped -= self.attempted if self.is_held else 0
+            self.attempted = 0
+        return self.is_held
+
+
 class ScheduleHold:
-    """Skips one ``step()`` of a schedule for each skipped step of its optimizer.
+    """Keeps a schedule behind by the skipped steps of its optimizer.
+
+    A schedule that is called after every step misses one call for each skipped step. One that is called after every
+    n-th step (``frequency``) misses one call for n skipped steps.
 
     Args:
         config: ``hold_schedules=False`` makes this object do nothing.
@@ -24,8 +46,7 @@ class ScheduleHold:
 
     def __init__(self, config: AutoPrecisionConfig) -> None:
         self._is_on = config.hold_schedules
-        self._skipped: set[int] = set()
-        self._schedulers: list[Any] = []
+        self._held: list[_Held] = []
         self.is_in_training_step = False
 
     def attach(self, configs: Sequence[Any], is_automatic: bool) -> None:
@@ -39,32 +60,42 @@ class ScheduleHold:
         for config in configs if self._is_on else ():
             if config.reduce_on_plateau or (is_automatic and config.interval != "step"):
                 continue
-            self._swap(config.scheduler, is_automatic)
+            held = _Held(config.scheduler)
+            self._swap(held, is_automatic)
+            self._held.append(held)
 
     def detach(self) -> None:
         """Gives all schedules their own class back."""
-        for scheduler in self._schedulers:
-            undo_lookalike(scheduler)
-        self._schedulers.clear()
-        self._skipped.clear()
+        for held in self._held:
+            undo_lookalike(held.scheduler)
+        self._held.clear()
 
     def note(self, optimizer: object, is_skipped: bool) -> None:
         """Records whether the optimizer's latest step was skipped."""
-        (self._skipped.add if is_skipped else self._skipped.discard)(id(optimizer))
+        for held in self._held:
+            if getattr(held.scheduler, "optimizer", None) is optimizer:
+                held.attempted += 1
+                held.skipped += is_skipped
 
-    def _holds(self, scheduler: Any, is_automatic: bool) -> bool:
-        optimizer = getattr(scheduler, "optimizer", None)
-        return id(optimizer) in self._skipped and (is_automatic or self.is_in_training_step)
+    def state(self) -> list[tuple[int, int, bool]]:
+        """Returns primitives only."""
+        return [(held.attempted, held.skipped, held.is_held) for held in self._held]
 
-    def _swap(self, scheduler: Any, is_automatic: bool) -> None:
+    def load(self, state: Sequence[Sequence[int]]) -> None:
+        """Takes over what ``state`` returned, if the schedules are as many as then."""
+        if len(state) == len(self._held):
+            for held, (attempted, skipped, is_held) in zip(self._held, state, strict=True):
+                held.attempted, held.skipped, held.is_held = attempted, skipped, bool(is_held)
+
+    def _swap(self, held: _Held, is_automatic: bool) -> None:
         hold = self
 
         def make(base_step: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(base_step)
             def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-                return None if hold._holds(scheduler, is_automatic) else base_step(scheduler, *args, **kwargs)
+                is_counted = is_automatic or hold.is_in_training_step
+                return None if is_counted and held.should_hold() else base_step(scheduler, *args, **kwargs)
 
             return step
 
-        scheduler.__class__ = lookalike(type(scheduler), "step", make)
-        self._schedulers.append(scheduler)
+        held.scheduler.__class__ = lookalike(type(held.scheduler), "step", make)

@@ -360,6 +360,7 @@ class Steering:
             "records_inputs": self.runtime.records_inputs,
             "knobs": self.knobs.state_dict(),
             "telemetry": self.telemetry.state_dict(),
+            "schedules": self.schedules.state(),
             "pending": [asdict(action) for action in self._pending],
             "history": self.history.state(),
         }
@@ -376,6 +377,7 @@ class Steering:
         self.fallback.overflows = dict(state["overflows"])
         self.is_sampling = bool(state["is_sampling"])
         self.runtime.records_inputs = bool(state["records_inputs"])
+        self.schedules.load(state["schedules"])
         self._pending = [Action(**fields) for fields in state["pending"]]
         self.history.load(state["history"])
         self.telemetry.load_state_dict(state["telemetry"])

@@ -152,6 +152,55 @@ def test_a02_accumulation() -> None:
     assert module.rates[-1] == expected_rates(SCHEDULES["lambda"], 2)[-1]
 
 
+@pytest.mark.parametrize(
+    ("frequency", "bad", "count"),
+    [
+        (2, (), 4),
+        (2, (1,), 4),  # one skip is less than a call is worth, wherever it falls
+        (2, (1, 2), 3),
+        (2, (0, 3), 3),
+        (2, (0, 1, 2, 3), 2),
+        (4, (3, 7), 2),
+        (4, (0, 1, 2, 7), 1),
+        (3, range(6), 0),
+    ],
+)
+def test_a02_every_nth_step(frequency: int, bad: Sequence[int], count: int) -> None:
+    module = Skips(SCHEDULES["lambda"], bad=bad, frequency=frequency)
+    assert fit(module).skipped_steps == len(bad)
+    assert module.rates[-1] == expected_rates(SCHEDULES["lambda"], count)[-1]
+
+
+def test_a02_manual_optimization_every_nth_step() -> None:
+    class EveryOther(ManualTwo):
+        def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+            optimizer, schedule = self.optimizers()[0], self.lr_schedulers()[0]  # type: ignore[index]
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch) * (math.inf if batch_idx in (1, 2) else 1.0))
+            optimizer.step()
+            if batch_idx % 2:
+                schedule.step()
+
+        def on_train_epoch_end(self) -> None:
+            pass
+
+    module = EveryOther()
+    fit(module)
+    assert module.trainer.lr_scheduler_configs[0].scheduler.last_epoch == BATCHES // 2 - 1
+
+
+def test_a02_what_is_owed_survives_a_checkpoint(tmp_path: Path) -> None:
+    """One of two skipped steps comes before the checkpoint, in the middle of the schedule's period."""
+    path = tmp_path / "first.ckpt"
+    saver = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.save_checkpoint(path))
+    fit(Skips(SCHEDULES["lambda"], bad=(0,), frequency=2), callbacks=[saver])
+    resumed = Skips(SCHEDULES["lambda"], bad=(0,), frequency=2)
+    quiet(max_epochs=2, callbacks=[AutoPrecisionCallback(verbose=False)]).fit(
+        resumed, loader(8 * BATCHES), ckpt_path=path
+    )
+    assert resumed.rates[-1] == expected_rates(SCHEDULES["lambda"], BATCHES - 1)[-1]
+
+
 def test_schedule_per_epoch_is_not_held() -> None:
     module = Skips(SCHEDULES["lambda"], bad=(BATCHES - 1,), interval="epoch")
     callback = fit(module)
