@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 
 from autoprec.formats import get_format
 
@@ -46,17 +47,22 @@ class Action:
         """Validates types and format names."""
         if self.precision is not None:
             _check_precision(self.precision)
-            # a later change of the caller's dict must not change a frozen request
-            object.__setattr__(self, "precision", dict(self.precision))
-        for name, kinds, allowed in (
-            ("loss_scale", (float, int), "a float or None"),
-            ("clip", (float, int), "a float or None"),
-            ("batch_size", (int,), "an int or None"),
-            ("accumulate", (int,), "an int or None"),
+            # a later change of the caller's dict must not change a frozen request; numpy's strings become plain ones
+            plain = {str(unit): str(name) for unit, name in self.precision.items()}
+            object.__setattr__(self, "precision", plain)
+        for name, kind, allowed in (
+            ("loss_scale", Real, "a float or None"),
+            ("clip", Real, "a float or None"),
+            ("batch_size", Integral, "an int or None"),
+            ("accumulate", Integral, "an int or None"),
         ):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, kind):
                 _raise_type_error(name, value, allowed)
+            # what numpy computes becomes a plain number, which a checkpoint may hold
+            object.__setattr__(self, name, int(value) if isinstance(value, Integral) else float(value))
 
     @property
     def is_empty(self) -> bool:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from autoprec.action import Action
 from autoprec.collect import read_globals, read_units
 from autoprec.config import AutoPrecisionConfig
-from autoprec.controller import Controller, resolve_policy, save_map
+from autoprec.controller import Controller, checked_state, resolve_policy, save_map
 from autoprec.encoding import decode, encode
 from autoprec.history import Decision, History
 from autoprec.knobs import KNOBS, Knobs, steered_units
@@ -25,7 +25,7 @@ from autoprec.precision import AutoPrecision
 from autoprec.settings import PluginSettings
 from autoprec.steering import STATE_VERSION, Steering, check_version
 from autoprec.summary import mean_bits, metrics, summarize
-from autoprec.trainer_facts import check_trainer, loader_batch_size, log_interval, progress
+from autoprec.trainer_facts import check_alone, check_idle, check_trainer, loader_batch_size, log_interval, progress
 
 T = TypeVar("T")
 
@@ -173,9 +173,7 @@ class AutoPrecisionCallback(Callback):
         """
         if self.steering is None:
             raise RuntimeError("Called `save_map(...)` before the first fit: there is no map yet.")
-        knobs = self.steering.knobs
-        scale = knobs.loss_scale.scale if knobs.loss_scale.enabled else None
-        save_map(path, knobs.precision_map(), scale, knobs.clip)
+        save_map(path, *self.steering.knobs.map_to_save())
 
     # ---- set-up and clean-up ----
 
@@ -184,6 +182,10 @@ class AutoPrecisionCallback(Callback):
         check_trainer(trainer)
         if stage != "fit":
             return
+        check_alone(trainer, AutoPrecisionCallback)
+        if self._owner is not None and self._owner is not trainer:
+            check_idle(self._owner)
+            self._restore(self._owner)  # its fit ended without telling
         self._reset()
         found = trainer.strategy.precision_plugin
         if isinstance(found, AutoPrecision):
@@ -225,11 +227,13 @@ class AutoPrecisionCallback(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Gives the Trainer its own plugin back; Lightning does not call ``teardown`` after an exception."""
-        self._write_history(trainer)
-        self._restore(trainer)
+        try:
+            self._write_history(trainer)
+        finally:
+            self._restore(trainer)
 
     def _restore(self, trainer: pl.Trainer) -> None:
-        if self._owner is None:
+        if self._owner is not trainer:
             return
         self._owner = None
         if self._found is not None:
@@ -343,10 +347,14 @@ class AutoPrecisionCallback(Callback):
 
     @rank_zero_only
     def _write_history(self, trainer: pl.Trainer) -> None:
-        if self.history_file is False or self._owner is None:
+        if self.history_file is False or self._owner is not trainer:
             return
         folder = Path(trainer.log_dir or trainer.default_root_dir)
-        self.history.to_jsonl(folder / "autoprec.jsonl" if self.history_file is True else Path(self.history_file))
+        path = folder / "autoprec.jsonl" if self.history_file is True else Path(self.history_file)
+        try:
+            self.history.to_jsonl(path)
+        except OSError as error:  # a full disk must not cost the run; the record is still in `callback.history`
+            rank_zero_warn(f"autoprec: the history could not be written to {str(path)!r}: {error}")
 
     # ---- state ----
 
@@ -355,7 +363,7 @@ class AutoPrecisionCallback(Callback):
         return {
             "version": STATE_VERSION,
             "policy": self.controller.name,
-            "controller": self._ask(self.controller.state_dict) or {},
+            "controller": self._ask(lambda: checked_state(self.controller.state_dict())) or {},
             "last_decision": self._last_decision,
             "seen_samples": self._seen_samples,
             "next_script": self._next_script,

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from autoprec.formats import get_format, nearest
 
 
@@ -27,11 +29,20 @@ def _check_type(config: object, name: str, expected: type | tuple[type, ...]) ->
 
 
 def _check_real(config: object, name: str, is_legal: Callable[[float], bool], allowed: str) -> None:
+    _make_plain(config, name)
     _check_type(config, name, (float, int))
     _check_range(config, name, is_legal, allowed)
 
 
+def _make_plain(config: object, name: str) -> None:
+    """Turns a number of numpy's into one of Python's, which a checkpoint may hold."""
+    value = getattr(config, name)
+    if isinstance(value, np.generic):
+        object.__setattr__(config, name, value.item())
+
+
 def _check_int(config: object, name: str, *, minimum: int) -> None:
+    _make_plain(config, name)
     _check_type(config, name, int)
     _check_range(config, name, lambda value: value >= minimum, f"an int >= {minimum}")
 

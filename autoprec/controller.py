@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from autoprec.action import Action
 from autoprec.config import AutoPrecisionConfig
@@ -40,7 +41,7 @@ class Controller(ABC):
     name: str = "controller"
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:  # noqa: B027
-        """Begins a run afresh, or goes on from a state loaded just before. A state may also be loaded after it.
+        """Begins a run afresh; in a resumed run a state is loaded after it.
 
         Args:
             names: Unit names in the order of their rows.
@@ -232,6 +233,34 @@ def resolve_policy(policy: str | Path | Controller, config: AutoPrecisionConfig 
         f"Passed `policy={str(policy)!r}`. Known policies: {sorted(known)}, the path of a map file, or a Controller."
         f"{nearest(str(policy), known)}"
     )
+
+
+_PLAIN = (str, int, float, bool, type(None), Tensor)
+
+
+def checked_state(state: object) -> dict[str, Any]:
+    """Returns the state of a controller if a checkpoint may hold it.
+
+    Args:
+        state: What ``state_dict`` returned.
+
+    Raises:
+        TypeError: If it is not a dict, or holds anything but numbers, strings, tensors, and lists and dicts of them.
+    """
+    if type(state) is not dict:
+        raise TypeError(f"`state_dict()` must return a dict, not {state!r}")
+    pending: list[Any] = [state]
+    while pending:
+        value = pending.pop()
+        if type(value) is dict:
+            pending.extend((*value.keys(), *value.values()))
+        elif type(value) in (list, tuple):
+            pending.extend(value)
+        elif type(value) not in _PLAIN:
+            raise TypeError(
+                f"`state_dict()` may hold numbers, strings, tensors, and lists and dicts of them, not {value!r}"
+            )
+    return state
 
 
 def save_map(

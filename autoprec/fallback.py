@@ -14,6 +14,10 @@ from autoprec.telemetry import Telemetry
 
 # after so many skips in a row the search for the first offending layer begins
 _SKIPS_BEFORE_SEARCH = 3
+_ADVICE = {
+    True: "Precision is not the cause: look at the learning rate, the data and the loss.",
+    False: "See whether it trains in fp32: `Trainer(precision='32-true')`, or 'precision' among the `knobs`.",
+}
 
 
 class Fallback:
@@ -61,14 +65,15 @@ class Fallback:
             NonFiniteTrainingError: If everything runs in fp32 and steps keep being skipped.
         """
         guard = self._knobs.guard
-        verdict = guard.on_skipped(self._knobs.is_all_wide)
+        is_backing_off = self._knobs.loss_scale.scale > max(self._knobs.loss_scale.config.floor, 1.0)
+        verdict = guard.on_skipped(self._knobs.is_all_wide, is_backing_off)
         if verdict is Verdict.STOP:
             where = self._first_offender(gradients) or "unknown"
             raise NonFiniteTrainingError(
                 f"Training stopped at window {window}: {guard.config.max_consecutive_skips} steps in a row had"
-                " non-finite gradients although everything that can be moved runs in fp32. First offending layer:"
-                f" {where}. The weights are those of the last applied step ({applied_steps} applied, {skipped_steps}"
-                " skipped). Precision is not the cause: look at the learning rate, the data and the loss."
+                f" non-finite gradients although {self._knobs.width}. First offending layer: {where}. The weights are"
+                f" those of the last applied step ({applied_steps} applied, {skipped_steps} skipped)."
+                f" {_ADVICE[self._knobs.runs_in_fp32]}"
             )
         self._raise_offender(window + 1, applied_steps)
         if verdict is Verdict.RAISE_ALL:

@@ -35,12 +35,27 @@ class Gradients:
     def __init__(self, parameters: Sequence[nn.Parameter], inv_scale: float, bare: Sequence[nn.Parameter] = ()) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.grad is not None]
         self.is_clipped = False
-        if inv_scale != 1.0:
-            skipped = {id(parameter) for parameter in bare}
-            scaled = [p.grad for p in self.parameters if p.grad is not None and id(p) not in skipped]
-            with torch.no_grad():
-                scale_(scaled, inv_scale)
+        skipped = {id(parameter) for parameter in bare}
+        self._unscaled = [parameter for parameter in self.parameters if id(parameter) not in skipped]
+        self._multiply(inv_scale)
         self.measure()
+
+    def rescale_(self, scale: float) -> list[nn.Parameter]:
+        """Undoes the unscaling, for a further backward of a scaled loss that adds to the gradients.
+
+        Args:
+            scale: Current loss scale.
+
+        Returns:
+            Parameters whose gradients hold a scaled loss again.
+        """
+        self._multiply(scale)
+        return self._unscaled
+
+    def _multiply(self, factor: float) -> None:
+        if factor != 1.0:
+            with torch.no_grad():
+                scale_([parameter.grad for parameter in self._unscaled if parameter.grad is not None], factor)
 
     def measure(self) -> None:
         """Measures the gradients as they are now; for when somebody may have written them without a trace."""
@@ -144,6 +159,12 @@ class ScaleMarks:
             if old is not grad or version != grad._version:
                 self._marks[id(parameter)] = (weakref.ref(grad), grad._version)
         self._before = {}
+
+    def mark(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Marks gradients that hold a scaled loss."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._marks[id(parameter)] = (weakref.ref(parameter.grad), parameter.grad._version)
 
     def take(self, parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], bool]:
         """Forgets the marks of some parameters.

@@ -105,12 +105,15 @@ class Guard:
         """Notes an applied step."""
         self.consecutive_skips = 0
 
-    def on_skipped(self, is_all_wide: bool) -> Verdict:
+    def on_skipped(self, is_all_wide: bool, is_backing_off: bool = False) -> Verdict:
         """Notes a skipped step.
 
         Args:
-            is_all_wide: Whether every unit and the operations between them already run in fp32.
+            is_all_wide: Whether nothing can be raised any more.
+            is_backing_off: Whether the loss scale has still some way down. Then training is not stopped.
         """
+        if is_all_wide and is_backing_off:
+            return Verdict.CONTINUE
         self.consecutive_skips += 1
         if self.consecutive_skips < self.config.max_consecutive_skips:
             return Verdict.CONTINUE

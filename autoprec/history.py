@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -35,6 +35,7 @@ class Decision:
         applied: Value from here on. Equal to ``before`` unless ``outcome`` is ``"applied"`` or ``"limited"``.
         outcome: ``"applied"``, ``"limited"`` (to a legal value), ``"deferred"`` (to a later boundary) or ``"refused"``.
         reason: Why, for a reader.
+        recovered_at: Window in which a step was applied again, where this was the last answer to skipped steps.
 
     Raises:
         ValueError: If ``knob`` or ``outcome`` is none of the above.
@@ -48,6 +49,7 @@ class Decision:
     applied: Value
     outcome: Outcome
     reason: str = ""
+    recovered_at: int | None = None
 
     def __post_init__(self) -> None:
         """Validates the two closed sets."""
@@ -95,6 +97,21 @@ class History(list[Decision]):
         """
         matches = (d for d in reversed(self) if (knob is None or d.knob == knob) and (unit is None or d.unit == unit))
         return next(matches, None)
+
+    def note_recovery(self, since: int, at: int) -> None:
+        """Notes on the last answer to a run of skipped steps that it was followed by an applied one.
+
+        Args:
+            since: Window of the first skipped step.
+            at: Window of the applied step.
+        """
+        answers = [
+            index for index, d in enumerate(self) if since < d.step <= at and d.outcome in ("applied", "limited")
+        ]
+        newest = max((self[index].step for index in answers), default=None)
+        for index in answers:
+            if self[index].step == newest:
+                self[index] = replace(self[index], recovered_at=at)
 
     def to_jsonl(self, path: str | Path) -> None:
         """Writes one JSON object a line. Non-finite numbers are written as strings, which keeps the JSON standard.

@@ -111,6 +111,18 @@ class Knobs:
         return units_wide and (self.base.format == "fp32" or self.is_ambient_raised)
 
     @property
+    def runs_in_fp32(self) -> bool:
+        """Whether nothing that could be raised runs below fp32."""
+        return self.is_all_wide and ("precision" not in self.masked or self.base.precision in ("32-true", "64-true"))
+
+    @property
+    def width(self) -> str:
+        """What the run is as wide as, for a message."""
+        if self.runs_in_fp32:
+            return "everything that can be moved runs in fp32"
+        return f"the loss scale is down to {self.loss_scale.scale:g} and the precision of {self.base.precision} stays"
+
+    @property
     def ambient_dtype(self) -> torch.dtype:
         """Target of autocast at the start of a training step, before the first unit sets it."""
         return torch.float32 if self.is_ambient_raised else get_format(self.base.format or "fp32").compute_dtype
@@ -118,6 +130,13 @@ class Knobs:
     def precision_map(self) -> dict[str, str]:
         """Format of every unit by name, in the model's order."""
         return dict(self.formats)
+
+    def map_to_save(self) -> tuple[dict[str, str], float | None, float | None]:
+        """Formats, loss scale and threshold of a run that starts from here; ``None`` for what it decides by itself."""
+        names = [u.name for u in steered_units(self) if u.has_matrix or u.name in self._named]
+        scale = self.loss_scale.scale if self.loss_scale.enabled and "loss_scale" not in self.masked else None
+        clip = None if "clip" in self.masked or self.clip_follows_median else self.clip
+        return {name: self.formats[name] for name in names}, scale, clip
 
     # ---- requests ----
 
@@ -201,6 +220,20 @@ class Knobs:
         self.raise_units(dict.fromkeys(self.units, reason), step, applied_steps)
         self._make_act()
 
+    def move_loss_scale(self, found_inf: bool, step: int) -> None:
+        """Lets the loss scale follow its rule after a window.
+
+        Args:
+            found_inf: Whether a step of the window was skipped.
+            step: Index of the window that begins.
+        """
+        before = self.loss_scale.scale
+        self.loss_scale.update(found_inf)
+        after = self.loss_scale.scale
+        if after != before:
+            reason = "guard: a gradient was not finite" if found_inf else "no overflow for a growth interval"
+            self._record(step, "loss_scale", None, before, after, after, "applied", reason)
+
     def update_clip(self, median_norm: float, count: int, step: int) -> None:
         """Lets the threshold follow the running median while nobody has set it.
 
@@ -249,8 +282,9 @@ class Knobs:
             "formats": dict(self.formats),
             "named": sorted(self._named),
             "changed_at": dict(self.changed_at),
-            "clip": self.clip,
+            "clip": None if "clip" in self.masked else self.clip,
             "clip_follows_median": self.clip_follows_median,
+            "trainer_clip": self.base.clip,
             "is_ambient_raised": self.is_ambient_raised,
             "is_steering": self._is_steering,
             "loss_scale": self.loss_scale.state_dict(),
@@ -271,8 +305,12 @@ class Knobs:
             self._is_steering = bool(state["is_steering"])
         self.changed_at.update({name: int(at) for name, at in state["changed_at"].items() if name in self.units})
         self.guard.load_state_dict(state["guard"])
+        was_enabled = self.loss_scale.enabled
         self.loss_scale.load_state_dict(state["loss_scale"])
-        if "clip" not in self.masked:
+        if "loss_scale" in self.masked:
+            self.loss_scale.enabled = was_enabled
+        # a threshold that the Trainer was given since then is newer than the saved one
+        if "clip" not in self.masked and state["clip"] is not None and state["trainer_clip"] == self.base.clip:
             self.clip = float(state["clip"])
             self.clip_follows_median = bool(state["clip_follows_median"])
         if "precision" not in self.masked:

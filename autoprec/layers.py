@@ -220,9 +220,14 @@ def _fan_in(module: nn.Module) -> float:
         return float(module.in_features)
     if kind_of(module) in ("embedding", "norm"):
         return 0.0
-    width = getattr(module, "hidden_size", None) or getattr(module, "embed_dim", None)
     matrices = [p for p in module.parameters() if not is_lazy(p) and p.ndim > 1]
-    return sum(p.numel() for p in matrices) / float(width or max((p.shape[0] for p in matrices), default=1))
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        width = module.hidden_size
+    elif isinstance(module, nn.MultiheadAttention):
+        width = module.embed_dim
+    else:
+        width = max((p.shape[0] for p in matrices), default=1)
+    return sum(p.numel() for p in matrices) / float(max(width, 1))
 
 
 # one class for all layers of a kind, as long as one is steered, so that compiled code stays valid

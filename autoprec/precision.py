@@ -94,6 +94,7 @@ class AutoPrecision(WrappedPrecision):
         self._has_hooks = False
         self._overrides_clipping = False
         self._trainer_clip: tuple[Any, Any] = (None, None)
+        self._is_in_batch: Callable[[], bool] = bool
 
     # ---- set-up ----
 
@@ -107,6 +108,7 @@ class AutoPrecision(WrappedPrecision):
             self._has_hooks = has_gradient_hooks(module, _callbacks_of(trainer))
             self._overrides_clipping = is_overridden("configure_gradient_clipping", module)
             self._trainer_clip = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+            self._is_in_batch = functools.partial(is_in_batch, trainer)
             if self.initial_formats:
                 self.steering.apply(Action(precision=self.initial_formats), "initial formats")
             if "precision" not in self.steering.knobs.masked:
@@ -134,7 +136,7 @@ class AutoPrecision(WrappedPrecision):
         if steering is not None:
             if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
                 restrict_for_lbfgs(steering.knobs)
-            steering.schedules.attach(lr_schedulers, steering.is_automatic)
+            steering.schedules.attach(lr_schedulers, steering.is_automatic, self._is_in_batch)
             self._step_guard = StepGuard(optimizers, steering.knobs.loss_scale)
         return self.base.connect(model, optimizers, lr_schedulers)
 
@@ -181,12 +183,8 @@ class AutoPrecision(WrappedPrecision):
                 yield
             return
         steering.begin_step()
-        steering.schedules.is_in_training_step = True
-        try:
-            with self.base.train_step_context(), formats_region(steering, is_training=True):
-                yield
-        finally:
-            steering.schedules.is_in_training_step = False
+        with self.base.train_step_context(), formats_region(steering, is_training=True):
+            yield
 
     @contextlib.contextmanager
     def val_step_context(self) -> Generator[None, None, None]:
@@ -209,9 +207,16 @@ class AutoPrecision(WrappedPrecision):
             # Lightning has divided the loss by the number of micro-batches
             parts = module.trainer.accumulate_grad_batches if steering.is_automatic else 1
             steering.telemetry.note_loss(tensor if parts == 1 else tensor * parts)
+            self._rescale(steering)
             if steering.knobs.loss_scale.enabled:
                 tensor = tensor * steering.knobs.loss_scale.scale
         return super().pre_backward(tensor, module)
+
+    def _rescale(self, steering: Steering) -> None:
+        """Takes back what the user's clipping between two backwards has unscaled; the step unscales everything."""
+        for gradients in self._gradients.values():
+            steering.note_rescaled(gradients.rescale_(steering.knobs.loss_scale.scale))
+        self._gradients.clear()
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
@@ -277,7 +282,9 @@ class AutoPrecision(WrappedPrecision):
         trainer = model.trainer
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
-        gradients.after_foreign_code(leaves_traces=not self._has_hooks, keeps_norms=is_clipped_by_user)
+        # between the user's clipping and the step other code of the user ran
+        leaves_traces = not self._has_hooks and not is_clipped_by_user
+        gradients.after_foreign_code(leaves_traces, keeps_norms=is_clipped_by_user)
         self._clip(steering, model, optimizer)
         gradients.after_foreign_code(leaves_traces=not self._overrides_clipping, keeps_norms=True)
         if not gradients.is_finite:
@@ -372,3 +379,9 @@ class AutoPrecision(WrappedPrecision):
 
 def _callbacks_of(trainer: Any) -> Sequence[pl.Callback]:
     return list(trainer.callbacks)
+
+
+def is_in_batch(trainer: Any) -> bool:
+    """Whether a training batch is under way, its hooks included."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(progress.completed < progress.ready)

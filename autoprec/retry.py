@@ -37,13 +37,17 @@ class StepRetry:
     def __init__(self, strategy: Any, prepare: Callable[[int, BaseException], bool]) -> None:
         self._strategy = strategy
         self._prepare = prepare
+        self._found = strategy.__dict__.get("training_step")
         self._original = strategy.training_step
         strategy.training_step = self._training_step
 
     def remove(self) -> None:
         """Gives the strategy its own method back."""
-        if self._strategy.__dict__.get("training_step") == self._training_step:
-            del self._strategy.training_step
+        if self._strategy.__dict__.get("training_step") != self._training_step:
+            return
+        del self._strategy.training_step
+        if self._found is not None:  # somebody else's stand-in
+            self._strategy.training_step = self._found
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         first: BaseException | None = None

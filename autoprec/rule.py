@@ -68,19 +68,16 @@ class RuleController(Controller):
         self.config = config if config is not None else AutoPrecisionConfig()
         self._names: tuple[str, ...] = ()
         self._raises: dict[str, int] = {}
-        self._is_restored = False
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:
-        """Forgets what it raised in an earlier run, unless a state was loaded for this one.
+        """Forgets what it raised in an earlier run.
 
         Args:
             names: Unit names in the order of their rows.
             legal: Not used, the observation says which moves there are.
         """
         self._names = tuple(names)
-        if not self._is_restored:
-            self._raises = {}
-        self._is_restored = False
+        self._raises = {}
 
     def decide(self, observation: Observation) -> NDArray[np.int64]:
         """Returns one move per row.
@@ -111,7 +108,6 @@ class RuleController(Controller):
             state: The saved state.
         """
         self._raises = {str(name): int(count) for name, count in state["raises"].items()}
-        self._is_restored = True
 
     def _should_raise(self, units: Observation) -> Flags:
         overflows = feature(units, "overflows") > 0

@@ -23,15 +23,14 @@ class _Held:
     scheduler: Any
     attempted: int = 0
     skipped: int = 0
-    is_held: bool = False
 
     def should_hold(self) -> bool:
         """Decides about one call: held back if as many steps were skipped as lie between two calls."""
-        if self.attempted:  # else called again after the same step
-            self.is_held = self.skipped >= self.attempted
-            self.skipped -= self.attempted if self.is_held else 0
-            self.attempted = 0
-        return self.is_held
+        should = 0 < self.attempted <= self.skipped
+        if should:
+            self.skipped -= self.attempted
+        self.attempted = 0
+        return should
 
 
 class ScheduleHold:
@@ -47,21 +46,21 @@ class ScheduleHold:
     def __init__(self, config: AutoPrecisionConfig) -> None:
         self._is_on = config.hold_schedules
         self._held: list[_Held] = []
-        self.is_in_training_step = False
 
-    def attach(self, configs: Sequence[Any], is_automatic: bool) -> None:
+    def attach(self, configs: Sequence[Any], is_automatic: bool, is_in_batch: Callable[[], bool]) -> None:
         """Takes hold of schedules.
 
         Args:
             configs: Lightning's ``LRSchedulerConfig`` objects. Under automatic optimization only those with
                 ``interval="step"`` are held, and never ReduceLROnPlateau.
-            is_automatic: Under manual optimization every schedule is held, but only for calls from ``training_step``.
+            is_automatic: Under manual optimization every schedule is held, unless it is called between epochs.
+            is_in_batch: Whether a training batch is under way.
         """
         for config in configs if self._is_on else ():
             if config.reduce_on_plateau or (is_automatic and config.interval != "step"):
                 continue
             held = _Held(config.scheduler)
-            self._swap(held, is_automatic)
+            self._swap(held, is_in_batch)
             self._held.append(held)
 
     def detach(self) -> None:
@@ -77,24 +76,22 @@ class ScheduleHold:
                 held.attempted += 1
                 held.skipped += is_skipped
 
-    def state(self) -> list[tuple[int, int, bool]]:
+    def state(self) -> list[tuple[int, int]]:
         """Returns primitives only."""
-        return [(held.attempted, held.skipped, held.is_held) for held in self._held]
+        return [(held.attempted, held.skipped) for held in self._held]
 
     def load(self, state: Sequence[Sequence[int]]) -> None:
         """Takes over what ``state`` returned, if the schedules are as many as then."""
         if len(state) == len(self._held):
-            for held, (attempted, skipped, is_held) in zip(self._held, state, strict=True):
-                held.attempted, held.skipped, held.is_held = attempted, skipped, bool(is_held)
+            for held, (attempted, skipped) in zip(self._held, state, strict=True):
+                held.attempted, held.skipped = attempted, skipped
 
-    def _swap(self, held: _Held, is_automatic: bool) -> None:
-        hold = self
+    def _swap(self, held: _Held, is_in_batch: Callable[[], bool]) -> None:
 
         def make(base_step: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(base_step)
             def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-                is_counted = is_automatic or hold.is_in_training_step
-                return None if is_counted and held.should_hold() else base_step(scheduler, *args, **kwargs)
+                return None if is_in_batch() and held.should_hold() else base_step(scheduler, *args, **kwargs)
 
             return step
 

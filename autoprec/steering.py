@@ -97,6 +97,7 @@ class Steering:
         self._has_stepped = False
         self._has_counted = False
         self._found_inf = False
+        self._skipping_since: int | None = None
         self._compilation = CompilationWatch(root)
         self.knobs.map_limit = self._compilation.map_limit
         if self.knobs.is_steering:  # the Trainer's own fp16 is probed like any other map
@@ -145,7 +146,7 @@ class Steering:
         is_located = self._found_inf and self.fallback.located() is not None
         # an overflow in the forward is answered by its unit; a smaller scale would only cost small gradients
         if self._has_counted and not is_located and not self._follows_trainer:
-            self.knobs.loss_scale.update(self._found_inf)
+            self.knobs.move_loss_scale(self._found_inf, self.window + 1)
         if self.is_sampling and self._has_counted and not self._found_inf:
             self.telemetry.note_outputs(self.runtime.records)
             self.is_sampling = False
@@ -287,6 +288,9 @@ class Steering:
         if self._follows_trainer:
             self.knobs.loss_scale.update(found_inf=False)
         self.fallback.on_applied()
+        if self._skipping_since is not None and self.window > self._skipping_since:
+            self.history.note_recovery(self._skipping_since, self.window)
+            self._skipping_since = None
         scale = self.knobs.loss_scale.scale
         self.telemetry.note_applied(gradients.parameters, gradients.norms, gradients.total, gradients.is_clipped, scale)
         # with several optimizers, the next one's window starts here
@@ -306,6 +310,11 @@ class Steering:
         self._marks.begin(root)
         yield
         self._marks.end(root)
+
+    def note_rescaled(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Notes that gradients which a clipping had unscaled hold a scaled loss again."""
+        if not self.is_automatic:
+            self._marks.mark(parameters)
 
     def take_bare(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Returns the parameters whose gradients come from a backward that scaled no loss; warns once.
@@ -334,6 +343,8 @@ class Steering:
         if self._follows_trainer:
             self.knobs.loss_scale.update(found_inf=True)
         self.skipped_steps += 1
+        if self._skipping_since is None:
+            self._skipping_since = self.window
         self.telemetry.note_skipped()
         lost = self._shadow.restore() if self._shadow is not None else []
         if lost:
@@ -354,6 +365,7 @@ class Steering:
             "applied_steps": self.applied_steps,
             "skipped_steps": self.skipped_steps,
             "user_skipped_steps": self.user_skipped_steps,
+            "skipping_since": self._skipping_since,
             "overflows": dict(self.fallback.overflows),
             "is_sampling": self.is_sampling,
             "samples": self.samples,
@@ -374,6 +386,7 @@ class Steering:
         check_version(state)
         for name in ("window", "applied_steps", "skipped_steps", "user_skipped_steps", "samples"):
             setattr(self, name, int(state[name]))
+        self._skipping_since = state["skipping_since"]
         self.fallback.overflows = dict(state["overflows"])
         self.is_sampling = bool(state["is_sampling"])
         self.runtime.records_inputs = bool(state["records_inputs"])

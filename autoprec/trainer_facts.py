@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from autoprec.plugins import check_base
@@ -32,6 +33,33 @@ def check_trainer(trainer: Any) -> None:
         )
     if not isinstance(trainer.strategy.precision_plugin, AutoPrecision):
         check_base(trainer.strategy.precision_plugin)
+
+
+def check_alone(trainer: Any, kind: type) -> None:
+    """Refuses several callbacks of a kind in one Trainer.
+
+    Raises:
+        MisconfigurationException: If there is more than one.
+    """
+    names = [type(callback).__qualname__ for callback in trainer.callbacks if isinstance(callback, kind)]
+    if len(names) > 1:
+        raise MisconfigurationException(
+            f"Passed `Trainer(callbacks=[...])` with {' and '.join(f'`{name}`' for name in names)}, which would steer"
+            " the same layers. Choose one."
+        )
+
+
+def check_idle(trainer: Any) -> None:
+    """Refuses a callback that another Trainer is using.
+
+    Raises:
+        MisconfigurationException: If the fit of ``trainer`` is under way.
+    """
+    if trainer.state.status == TrainerStatus.RUNNING:
+        raise MisconfigurationException(
+            "One AutoPrecisionCallback was given to two Trainers, and the fit of the first is under way. Make one for"
+            " each."
+        )
 
 
 def log_interval(trainer: Any) -> int:

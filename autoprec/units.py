@@ -45,7 +45,6 @@ class Unit:
         native: The part of ``legal`` that the device computes itself.
         parameter_count: Parameters of the unit, shared ones counted once.
         has_matrix: Whether the unit multiplies by a weight matrix or looks one up; ``"*"`` selects these.
-        is_frozen: Whether no parameter requires a gradient.
         depth: Position in the model, 0 (first) to 1 (last).
         reason: Why the unit is left alone, ``None`` if it is steered.
         parameters: Its parameters.
@@ -60,11 +59,15 @@ class Unit:
     native: tuple[str, ...] = ("fp32",)
     parameter_count: int = 0
     has_matrix: bool = False
-    is_frozen: bool = False
     depth: float = 0.0
     reason: str | None = None
     parameters: tuple[nn.Parameter, ...] = field(default=(), repr=False)
     states: list[Any] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether no parameter requires a gradient now; finetuning may freeze and unfreeze in mid-run."""
+        return not any(parameter.requires_grad for parameter in self.parameters)
 
     def is_emulated(self, format_name: str) -> bool:
         """Whether the device at hand only emulates ``format_name``."""
@@ -220,7 +223,6 @@ def _leaf_unit(name: str, module: nn.Module, root: nn.Module, aliases: Mapping[i
         legal=("fp32",) if reason else _legal_formats(kind, module),
         parameter_count=sum(_numel(parameter) for parameter in parameters),
         has_matrix=kind in matrix_kinds or (kind == "other" and is_leaf and any(p.ndim >= 2 for p in parameters)),
-        is_frozen=not any(parameter.requires_grad for parameter in parameters),
         reason=reason,
         parameters=parameters,
     )
@@ -342,7 +344,6 @@ def _union(members: Sequence[Unit], name: str | None = None, kind: str | None = 
         legal=("fp32",) if reasons else tuple(sorted(common, key=rank)),
         parameter_count=sum(_numel(parameter) for parameter in parameters),
         has_matrix=any(member.has_matrix for member in members),
-        is_frozen=all(member.is_frozen for member in members),
         reason=reasons[0] if reasons else None,
         parameters=parameters,
     )

@@ -6,7 +6,9 @@ Time budget: 5 s.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -285,9 +287,118 @@ def test_a06_buffers_that_appear_in_the_skipped_window_are_named(change: Callabl
         shadow.refresh()
         touch(net)
     change(net)
-    assert shadow.restore() != []
+    lost = shadow.restore()
+    assert (lost == []) == (change is fill)  # None is a value to go back to
     shadow.refresh()
     before = values(net)
     touch(net)
     assert shadow.restore() == []
     assert_same(net, before)
+
+
+def restored_after(module: nn.Module, write: Callable[[Any], None], windows: int = 3) -> list[str]:
+    """Lets ``windows`` windows pass, then writes and restores; the values must be those before the write."""
+    shadow = BufferShadow(module)
+    for _ in range(windows):
+        shadow.refresh()
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    write(module)
+    lost = shadow.restore()
+    shadow.refresh()
+    for name, buffer in module.named_buffers():
+        assert buffer.shape == before[name].shape
+        assert torch.equal(buffer.to_dense(), before[name].to_dense()), name
+    return lost
+
+
+class Holder(nn.Module):
+    def __init__(self, value: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("value", value)
+
+
+SPARSE: dict[str, Callable[[Tensor], Tensor]] = {"coo": Tensor.to_sparse, "csr": Tensor.to_sparse_csr}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.parametrize("layout", SPARSE)
+@pytest.mark.parametrize("windows", [1, 3])
+def test_sparse_buffers(layout: str, windows: int) -> None:
+    value = SPARSE[layout](torch.eye(4))
+    assert restored_after(Holder(value), lambda module: module.value.mul_(2), windows) == []
+    assert restored_after(Holder(value), lambda module: setattr(module, "value", value * 2), windows) == []
+
+
+def resized(module: Any) -> None:
+    module.value.resize_(5, 3).fill_(1.0)
+
+
+def grown(module: Any) -> None:
+    module.value.data = torch.cat([module.value, torch.ones(1, 3)])
+
+
+@pytest.mark.parametrize("write", [resized, grown])
+@pytest.mark.parametrize("rows", [1, 2])  # one row would broadcast without an error
+def test_a_buffer_that_grows_in_place(write: Callable[[Any], None], rows: int) -> None:
+    module = Holder(torch.zeros(rows, 3))
+    found = module.value
+    restored_after(module, write, windows=1)
+    assert module.value is found
+
+
+def test_lazy_buffers_are_kept_from_their_first_window_on() -> None:
+    net = nn.Sequential(nn.LazyBatchNorm1d(affine=False), nn.Linear(4, 1))
+    shadow = BufferShadow(net)
+    shadow.refresh()
+    net(torch.rand(8, 4))
+    for _ in range(2):
+        shadow.refresh()
+        before = values(net)
+        net(torch.rand(8, 4))
+        assert shadow.restore() == []
+        assert_same(net, before)
+        net(torch.rand(8, 4))
+
+
+@pytest.mark.parametrize("windows_between", [0, 1, 3])
+def test_a_buffer_that_is_emptied_and_filled_again(windows_between: int) -> None:
+    module: Any = Holder(torch.zeros(2))
+    shadow = BufferShadow(module)
+    for _ in range(2):
+        shadow.refresh()
+        module.value += 1
+    module.value = None
+    for _ in range(windows_between):
+        shadow.refresh()
+    shadow.refresh()
+    module.value = torch.full((2,), math.inf)
+    assert shadow.restore() == []
+    assert module.value is None  # as at the start of the window
+    module.value = torch.ones(2)
+    shadow.refresh()
+    module.value.fill_(math.inf)
+    assert shadow.restore() == []
+    assert torch.equal(module.value, torch.ones(2))
+
+
+def test_a_buffer_under_a_new_name() -> None:
+    module = Holder(torch.zeros(2))
+    shadow = BufferShadow(module)
+    shadow.refresh()
+    del module.value
+    module.register_buffer("other", torch.ones(2))
+    shadow.refresh()
+    other: Any = module.other
+    other.fill_(math.nan)
+    assert shadow.restore() == []
+    assert torch.equal(other, torch.ones(2))
+
+
+def test_layers_that_left_the_model_are_forgotten() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    shadow = BufferShadow(net)
+    for _ in range(10):
+        shadow.refresh()
+        net[1] = nn.BatchNorm1d(4)
+    shadow.refresh()
+    assert len(shadow._entries) == 3

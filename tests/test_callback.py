@@ -5,6 +5,7 @@ Time budget: 40 s.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
@@ -452,6 +453,24 @@ def test_policy_whose_state_cannot_be_saved_does_not_cost_the_checkpoint(tmp_pat
     assert torch.load(tmp_path / "file.ckpt", weights_only=True)["AutoPrecision"]["applied_steps"] == 8
 
 
+@pytest.mark.parametrize(
+    "state",
+    [[1, 2], {"x": np.zeros(2)}, {"x": [object()]}, {"x": np.float64(1.0)}],
+    ids=["list", "array", "any", "number"],
+)
+def test_state_of_a_policy_that_a_checkpoint_cannot_hold(state: Any, tmp_path: Path) -> None:
+    class Odd(Spy):
+        def state_dict(self) -> Any:
+            return state
+
+    callback, path = AutoPrecisionCallback(Odd(), verbose=False), tmp_path / "last.ckpt"
+    trainer = fit(callback)
+    with pytest.warns(UserWarning, match="failed"):
+        trainer.save_checkpoint(path)
+    torch.load(path, weights_only=True)
+    quiet(max_epochs=2, callbacks=[AutoPrecisionCallback(Spy(), verbose=False)]).fit(Plain(), loader(), ckpt_path=path)
+
+
 def test_interrupt_in_a_policy_is_not_swallowed() -> None:
     callback = AutoPrecisionCallback(Faulty(None), interval=2, verbose=False)
 
@@ -500,6 +519,52 @@ def test_saved_map_trains_the_same_way(tmp_path: Path) -> None:
     seed()
     twin = Plain()
     assert_identical(expected, outcome(fit(second, twin), twin))
+
+
+class Scaled(nn.Module):
+    """A vector of its own beside a layer, as LayerScale has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.gain * self.layer(x) @ torch.ones(8, 8, device=x.device)
+        return y
+
+
+class Vectors(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Scaled(), nn.PReLU(), nn.LayerNorm(8), nn.Linear(8, 2))
+        self.bias = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("policy", ["rule", "fixed:bf16"])
+def test_saved_map_freezes_only_what_was_decided(policy: str, precision: Any, tmp_path: Path) -> None:
+    """Vectors and norms that nobody named follow what is before them; naming them would change the numbers."""
+
+    def trained(policy: Any) -> tuple[AutoPrecisionCallback, Any]:
+        seed()
+        callback, module = AutoPrecisionCallback(policy, knobs=("precision", "loss_scale"), verbose=False), Vectors()
+        return callback, outcome(fit(callback, module, precision=precision), module)
+
+    first, expected = trained(policy)
+    first.save_map(tmp_path / "map.yaml")
+    second, found = trained(tmp_path / "map.yaml")
+    assert_identical(expected, found)
+    assert not any(row.outcome == "refused" for row in second.history)
+
+
+def test_saved_map_leaves_to_the_run_what_the_run_decided(tmp_path: Path) -> None:
+    callback = AutoPrecisionCallback(verbose=False)
+    quiet(max_epochs=3, callbacks=[callback]).fit(Plain(), loader())
+    assert math.isfinite(callback.clip_threshold)  # by the running median
+    callback.save_map(tmp_path / "map.yaml")
+    action = MapController(tmp_path / "map.yaml").action
+    assert (action.clip, action.loss_scale) == (None, None)
 
 
 class StartsLow(RuleController):
@@ -638,6 +703,24 @@ def test_history_file(where: str, ends: str, tmp_path: Path) -> None:
     assert {row["knob"] for row in rows} == {"precision", "clip", "batch_size"}
 
 
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_history_that_cannot_be_written_costs_nothing(is_interrupted: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    callback = AutoPrecisionCallback(history_file=tmp_path / "file" / "history.jsonl", verbose=False)
+
+    def stumble(*args: Any) -> None:
+        if is_interrupted:
+            raise KeyError("the user's own fault")
+
+    trainer = quiet(max_epochs=1, callbacks=[callback, LambdaCallback(on_train_epoch_end=stumble)])
+    found = trainer.strategy.precision_plugin
+    ends = pytest.raises(KeyError, match="the user's own fault") if is_interrupted else contextlib.nullcontext()
+    with ends, pytest.warns(UserWarning, match="the history could not be written to"):
+        trainer.fit(Plain(), loader())
+    assert trainer.strategy.precision_plugin is found
+    assert callback.applied_steps == 8
+
+
 def test_no_file_unless_asked(tmp_path: Path) -> None:
     fit(scripted({0: Action(clip=1.0)}), default_root_dir=tmp_path / "root")
     assert not list(tmp_path.rglob("*.jsonl"))
@@ -676,6 +759,29 @@ def test_f04_plugin_and_module_of_the_other_namespace_are_refused() -> None:
 def test_two_callbacks_are_refused() -> None:
     with pytest.raises(RuntimeError, match="more than one stateful callback of type `AutoPrecisionCallback`"):
         quiet(callbacks=[AutoPrecisionCallback(), AutoPrecisionCallback("fixed:bf16", knobs=())])
+
+
+def test_two_callbacks_of_two_classes_are_refused() -> None:
+    class Own(AutoPrecisionCallback):
+        pass
+
+    with pytest.raises(MisconfigurationException, match=r"with `AutoPrecisionCallback` and `.*Own`.*Choose one"):
+        quiet(max_epochs=1, callbacks=[AutoPrecisionCallback(), Own()]).fit(Plain(), loader())
+
+
+def test_one_callback_for_two_fits_at_once_is_refused() -> None:
+    callback = AutoPrecisionCallback(verbose=False)
+
+    def fit_another(*args: Any) -> None:
+        quiet(max_epochs=1, callbacks=[callback]).fit(Plain(), loader())
+
+    trainer = quiet(max_epochs=1, callbacks=[callback, LambdaCallback(on_train_epoch_end=fit_another)])
+    found = trainer.strategy.precision_plugin
+    with pytest.raises(MisconfigurationException, match="One AutoPrecisionCallback was given to two Trainers"):
+        trainer.fit(Plain(), loader())
+    assert trainer.strategy.precision_plugin is found
+    fit(callback)  # usable again
+    assert callback.applied_steps == 8
 
 
 def test_callback_from_the_module_beside_one_in_the_trainer() -> None:

@@ -200,6 +200,23 @@ def test_g02_an_overflow_after_the_last_layer_raises_it() -> None:
     assert ap.loss_scale == 16.0
 
 
+def test_g02_the_record_says_which_action_was_followed_by_recovery() -> None:
+    net, ap = Growing(spike=20), scripted({10: Action(clip=1e9)}, config=FP16_ONLY)
+    cpu(callbacks=[ap], plugins=fp16cpu(16.0)).fit(task(net, 30, optimizer=still))
+    assert ap.skipped_steps == 1
+    marked = [row for row in ap.history if row.recovered_at is not None]
+    assert [(row.knob, row.unit, row.recovered_at) for row in marked] == [("precision", "net.first", marked[0].step)]
+
+
+def test_g02_a_falling_scale_is_on_record_and_so_is_the_step_that_worked() -> None:
+    ap = scripted(config=AutoPrecisionConfig(loss_scale=LossScaleConfig(init_scale=2.0**20)))
+    cpu(callbacks=[ap], plugins=fp16cpu(2.0**20)).fit(task(nn.Linear(8, 8), 30, optimizer=still))
+    assert ap.skipped_steps > 1
+    moves = [row for row in rows(ap.history, "loss_scale") if row.reason == "guard: a gradient was not finite"]
+    assert [row.applied for row in moves] == [2.0**20 / 2**n for n in range(1, ap.skipped_steps + 1)]
+    assert [row.recovered_at for row in moves] == [None] * (len(moves) - 1) + [moves[-1].step]
+
+
 def test_g02_a_spike_of_the_gradient_is_clipped_and_training_goes_on() -> None:
     def spiking(net: nn.Module, batch: Tensor, index: int) -> Tensor:
         return squares(net, batch, index) * (1e6 if index == 30 else 1.0)

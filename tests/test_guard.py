@@ -138,3 +138,10 @@ def test_state_round_trip(skips: int, holds: dict[str, int], wide: bool) -> None
     assert other == guard
     other.hold("new", 3)
     assert "new" not in guard.held
+
+
+def test_a_loss_scale_on_its_way_down_is_no_reason_to_stop() -> None:
+    guard = Guard(GuardConfig(max_consecutive_skips=2))
+    assert [guard.on_skipped(True, is_backing_off=True) for _ in range(50)] == [Verdict.CONTINUE] * 50
+    assert [guard.on_skipped(True) for _ in range(2)] == [Verdict.CONTINUE, Verdict.STOP]
+    assert [guard.on_skipped(False, is_backing_off=True) for _ in range(2)] == [Verdict.CONTINUE, Verdict.RAISE_ALL]

@@ -121,3 +121,19 @@ def test_closed_sets(field: str, value: str) -> None:
     data = {**example()[0].to_dict(), field: value}
     with pytest.raises(ValueError, match=re.escape(f"Passed `Decision({field}={value!r})`.")):
         Decision.from_dict(data)
+
+
+def test_g02_the_last_answer_before_a_recovery_is_marked() -> None:
+    history = History(
+        [
+            Decision(2, "precision", "a", "fp16", "bf16", "bf16", "applied"),  # before the first skipped step
+            Decision(5, "loss_scale", None, 8.0, 4.0, 4.0, "applied"),
+            Decision(6, "precision", "b", "fp16", "fp32", "fp32", "applied"),
+            Decision(6, "loss_scale", None, 4.0, 2.0, 2.0, "limited"),
+            Decision(6, "clip", None, 1.0, 2.0, 1.0, "refused"),
+        ]
+    )
+    history.note_recovery(since=4, at=6)
+    assert [decision.recovered_at for decision in history] == [None, None, 6, 6, None]
+    history.note_recovery(since=6, at=8)
+    assert [decision.recovered_at for decision in history] == [None, None, 6, 6, None]

@@ -610,3 +610,40 @@ def test_states_are_never_empty() -> None:
     )
     quiet(max_steps=1, callbacks=[callback, watch]).fit(Plain(), loader())
     assert seen == [True]
+
+
+# a resumed run with other settings
+
+
+def saved(tmp_path: Path, **arguments: Any) -> Path:
+    callback = AutoPrecisionCallback(verbose=False, **arguments)
+    trainer = quiet(max_epochs=1, callbacks=[callback])
+    trainer.fit(Plain(), loader())
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    return tmp_path / "first.ckpt"
+
+
+def resumed_with(path: Path, trainer: Mapping[str, Any], **arguments: Any) -> AutoPrecisionCallback:
+    callback = AutoPrecisionCallback(verbose=False, **arguments)
+    quiet(max_epochs=2, callbacks=[callback], **trainer).fit(Plain(), loader(), ckpt_path=path)
+    return callback
+
+
+@pytest.mark.parametrize("knobs", [("precision",), ("precision", "clip")])
+def test_a_threshold_given_to_the_new_trainer_counts(knobs: tuple[str, ...], tmp_path: Path) -> None:
+    path = saved(tmp_path, knobs=knobs)
+    assert resumed_with(path, {"gradient_clip_val": 0.01}).clip_threshold == 0.01
+
+
+def test_a_threshold_that_was_not_steered_is_steered_from_here_on(tmp_path: Path) -> None:
+    assert resumed_with(saved(tmp_path, knobs=()), {}).clip_threshold < float("inf")
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was written under policy:UserWarning")
+@pytest.mark.parametrize("knobs", [(), ("precision",)])
+def test_a_masked_loss_scale_stays_out_of_use(knobs: tuple[str, ...], tmp_path: Path) -> None:
+    path = saved(tmp_path, policy="fixed:fp16")
+    callback = resumed_with(path, {}, policy="fixed:bf16", knobs=knobs)
+    assert callback.steering is not None
+    assert not callback.steering.knobs.loss_scale.enabled
+    assert callback.loss_scale == 1.0

@@ -189,6 +189,43 @@ def test_a02_manual_optimization_every_nth_step() -> None:
     assert module.trainer.lr_scheduler_configs[0].scheduler.last_epoch == BATCHES // 2 - 1
 
 
+def test_a02_manual_optimization_schedule_stepped_after_the_batch() -> None:
+    class After(ManualTwo):
+        def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+            optimizer = self.optimizers()[0]  # type: ignore[index]
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch) * (math.inf if batch_idx in self.bad else 1.0))
+            optimizer.step()
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.lr_schedulers()[0].step()  # type: ignore[index]
+
+        def on_train_epoch_end(self) -> None:
+            pass
+
+    module = After()
+    fit(module)
+    assert module.trainer.lr_scheduler_configs[0].scheduler.last_epoch == APPLIED
+
+
+def test_a02_manual_optimization_schedule_stepped_more_often_than_the_optimizer() -> None:
+    class Rare(ManualTwo):
+        def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+            optimizer, schedule = self.optimizers()[0], self.lr_schedulers()[0]  # type: ignore[index]
+            if batch_idx % 4 == 0:
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch) * (math.inf if batch_idx == 0 else 1.0))
+                optimizer.step()
+            schedule.step()
+
+        def on_train_epoch_end(self) -> None:
+            pass
+
+    module = Rare()
+    fit(module)
+    assert module.trainer.lr_scheduler_configs[0].scheduler.last_epoch == BATCHES - 1
+
+
 def test_a02_what_is_owed_survives_a_checkpoint(tmp_path: Path) -> None:
     """One of two skipped steps comes before the checkpoint, in the middle of the schedule's period."""
     path = tmp_path / "first.ckpt"
