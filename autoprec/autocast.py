@@ -2,16 +2,17 @@
 
 What lives here: the fp32 ambient (autocast whose target is float32, so that ``torch.matmul`` of a bfloat16 and a
 float32 tensor works and the list of float32 operations still applies) and the calls that switch the ambient in place.
-What does
-not: deciding which ambient is wanted (``layers`` and ``precision``).
+What does not: deciding which ambient is wanted (``layers`` and ``precision``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+from autoprec.replaced import Replaced
 
 
 class Autocast(torch.autocast):
@@ -63,20 +64,14 @@ def set_ambient(device_type: str, dtype: torch.dtype) -> None:
         torch.set_autocast_dtype(device_type, dtype)
 
 
-@contextmanager
-def float32_recomputation(device_type: str) -> Iterator[None]:
+_TORCHS = Replaced(lambda: torch.amp.autocast, functools.partial(setattr, torch.amp, "autocast"), Autocast)
+
+
+def float32_recomputation(device_type: str) -> AbstractContextManager[None]:
     """Lets activation checkpointing recompute under a float32 ambient on a CPU.
 
     ``torch.utils.checkpoint`` records the autocast state of the forward and enters it again through
     ``torch.amp.autocast``, which refuses float32 on a CPU: the recomputation would run without autocast and could
     return other dtypes than the forward did. On other devices nothing is changed.
     """
-    if device_type != "cpu":
-        yield
-        return
-    original = torch.amp.autocast
-    torch.amp.autocast = Autocast  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        torch.amp.autocast = original  # type: ignore[misc]
+    return _TORCHS.region() if device_type == "cpu" else nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -71,7 +72,7 @@ class AutoPrecisionCallback(Callback):
         history_file: bool | str | Path = False,
         verbose: bool = True,
     ) -> None:
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        if isinstance(interval, bool) or not hasattr(interval, "__index__") or interval < 1:
             raise ValueError(f"Passed `AutoPrecisionCallback(interval={interval!r})`. `interval` must be an int >= 1.")
         if not isinstance(history_file, (bool, str, Path)):
             raise TypeError(
@@ -84,7 +85,7 @@ class AutoPrecisionCallback(Callback):
         self.controller = resolve_policy(policy, self.config)
         # asking costs a copy of the random states, which steps without a script need not pay
         self._is_scripted = type(self.controller).step_action is not Controller.step_action
-        self.interval = interval
+        self.interval = operator.index(interval)
         self.history_file = history_file
         self.verbose = verbose
         self._found: Any = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -9,7 +11,7 @@ from autoprec.gradients import Gradients
 from autoprec.guard import NonFiniteTrainingError, Verdict
 from autoprec.knobs import Knobs
 from autoprec.layers import Runtime
-from autoprec.locate import Locator, Offender, after_last_unit, first_overflow
+from autoprec.locate import Locator, Offender, after_last_unit, first_overflow, is_finite
 from autoprec.telemetry import Telemetry
 
 # after so many skips in a row the search for the first offending layer begins
@@ -41,6 +43,7 @@ class Fallback:
         self._runtime = runtime
         self._locator: Locator | None = None
         self._has_advised = False
+        self._has_told_of_data = False
 
     def release(self) -> None:
         """Removes all hooks and lets go of the model."""
@@ -52,7 +55,9 @@ class Fallback:
         self._knobs.guard.on_applied()
         self._stop_search()
 
-    def on_skipped(self, gradients: Gradients | None, window: int, applied_steps: int, skipped_steps: int) -> None:
+    def on_skipped(
+        self, gradients: Gradients | None, window: int, applied_steps: int, skipped_steps: int, batch: Any = None
+    ) -> None:
         """Reacts to a skipped step.
 
         Args:
@@ -60,6 +65,7 @@ class Fallback:
             window: Index of the window.
             applied_steps: Steps taken so far.
             skipped_steps: Steps skipped so far, this one included.
+            batch: The newest batch, any nesting of tensors, if it is known.
 
         Raises:
             NonFiniteTrainingError: If everything runs in fp32 and steps keep being skipped.
@@ -75,7 +81,10 @@ class Fallback:
                 f" those of the last applied step ({applied_steps} applied, {skipped_steps} skipped)."
                 f" {_ADVICE[self._knobs.runs_in_fp32]}"
             )
-        self._raise_offender(window + 1, applied_steps)
+        if is_finite(batch):
+            self._raise_offender(window + 1, applied_steps)
+        else:
+            self._tell_of_bad_data(window)
         if verdict is Verdict.RAISE_ALL:
             reason = f"{guard.config.max_consecutive_skips} steps in a row had non-finite gradients"
             self._knobs.raise_all(window + 1, applied_steps, reason)
@@ -103,6 +112,14 @@ class Fallback:
             rank_zero_info(
                 f"autoprec: {offender.reason}; {offender.name} goes to fp32, and with it what follows. If these are"
                 " attention scores, scale the queries before the product with the keys instead of the scores after it."
+            )
+
+    def _tell_of_bad_data(self, window: int) -> None:
+        if not self._has_told_of_data:
+            self._has_told_of_data = True
+            rank_zero_warn(
+                f"autoprec: the batch of window {window} holds inf or NaN. Its step was skipped, and so will be others"
+                " like it; no layer is to blame."
             )
 
     def _first_offender(self, gradients: Gradients | None) -> str | None:

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_map
 
 from autoprec.ops import global_norm, grad_norms, scale_
 
@@ -133,8 +134,9 @@ class Gradients:
 
 BARE_BACKWARD = (
     "A step under a loss scale used gradients of a `loss.backward()` that scaled no loss, or gradients that were"
-    " changed after `self.manual_backward(loss)`. Gradients that were never scaled are used as they are; a mix of both"
-    " cannot be told apart. Call `self.manual_backward(loss)` for every loss, or leave 'loss_scale' out of `knobs`."
+    " changed or replaced after `self.manual_backward(loss)`. Gradients that were never scaled are used as they are,"
+    " changed and replaced ones are unscaled as GradScaler would; a mix of both cannot be told apart. Call"
+    " `self.manual_backward(loss)` for every loss, or leave 'loss_scale' out of `knobs`."
 )
 
 
@@ -170,7 +172,7 @@ class ScaleMarks:
         """Forgets the marks of some parameters.
 
         Returns:
-            Those whose gradient was never scaled, and whether that, or a later write to another one, needs a warning.
+            Those whose gradient was never scaled, and whether that, or a later change of another one, needs a warning.
         """
         bare: list[nn.Parameter] = []
         is_doubtful = False
@@ -178,10 +180,10 @@ class ScaleMarks:
             mark, grad = self._marks.pop(id(parameter), None), parameter.grad
             if grad is None:
                 continue
-            if mark is None or mark[0]() is not grad:
+            if mark is None:
                 bare.append(parameter)
-            elif mark[1] != grad._version:
-                is_doubtful = True
+            elif mark[0]() is not grad or mark[1] != grad._version:
+                is_doubtful = True  # combined from scaled gradients, most likely; GradScaler would unscale them, too
         return bare, bool(bare) or is_doubtful
 
 
@@ -234,11 +236,5 @@ def _copies(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     return [(parameter, parameter.detach().clone()) for parameter in parameters]
 
 
-def _cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _cloned(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cloned(item) for item in value)
-    return value
+def _cloned(state: Any) -> Any:
+    return tree_map(lambda value: value.detach().clone() if isinstance(value, Tensor) else value, state)

@@ -94,13 +94,14 @@ class Locator:
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._forward is None and not _is_finite(output):
-                place = "its output" if _is_finite(args) else "its input, from the operations before it"
+            if self._forward is None and not is_finite(output):
+                place = "its output" if is_finite(args) else "its input, from the operations before it"
                 self._forward = f"{name} ({place})"
 
         return hook
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
+    """Whether no float tensor in a nesting of containers holds inf or NaN."""
     tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point()]
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)

@@ -54,9 +54,13 @@ def plain_class(obj: Any) -> type:
 
 
 def undo_lookalike(obj: Any) -> None:
-    """Gives an object its own class back, if it has a lookalike's."""
+    """Gives an object its own class back, if it has a lookalike's or one that was derived from it meanwhile."""
     if _BASE in type(obj).__dict__:
         object.__setattr__(obj, "__class__", plain_class(obj))  # past a __setattr__ of the object's own
+        return
+    for cls in type(obj).__mro__:  # torch's parametrizations derive a class for the object
+        if any(_BASE in base.__dict__ for base in cls.__bases__):
+            cls.__bases__ = tuple(base.__dict__.get(_BASE, base) for base in cls.__bases__)
 
 
 def _reduce_as(cls: type) -> Callable[..., Any]:

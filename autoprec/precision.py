@@ -174,6 +174,13 @@ class AutoPrecision(WrappedPrecision):
 
     # ---- forward ----
 
+    def convert_input(self, data: Any) -> Any:
+        """Delegates to the base plugin; called with each batch before its step."""
+        data = self.base.convert_input(data)
+        if self._active is not None:
+            self._active.note_batch(data)
+        return data
+
     @contextlib.contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Runs a training step in the units' formats."""

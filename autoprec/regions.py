@@ -11,8 +11,12 @@ import torch
 from autoprec.autocast import ambient, float32_recomputation
 from autoprec.knobs import steered_units
 from autoprec.layers import swapped
+from autoprec.replaced import Replaced
 from autoprec.steering import Steering
 from autoprec.trial import Trial
+
+# the fused inference path of TransformerEncoderLayer reads weights past the layers
+_FAST_PATH = Replaced(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False)
 
 
 @contextmanager
@@ -51,11 +55,9 @@ def formats_region(steering: Steering, is_training: bool) -> Iterator[None]:
     trial = steering.trial if is_training else Trial()
     runtime.is_active, runtime.is_recording = True, is_training
     runtime.on_output = trial.note_output if is_training and trial is not None else None
-    # the fused inference path of TransformerEncoderLayer reads weights past the layers
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
+            _FAST_PATH.region(),
             swapped(steered_units(knobs)),
             ambient(runtime.device_type, knobs.ambient_dtype),
             float32_recomputation(runtime.device_type),
@@ -63,7 +65,6 @@ def formats_region(steering: Steering, is_training: bool) -> Iterator[None]:
         ):
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)
         runtime.is_active = runtime.is_recording = False
         runtime.on_output = None
 

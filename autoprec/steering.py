@@ -89,6 +89,7 @@ class Steering:
         self._shadow: BufferShadow | None = BufferShadow(root)
         self._pending: list[Action] = []
         self._marks = ScaleMarks()
+        self._batch: Any = None
         self._has_warned = False
         self._has_warned_of_maps = False
         self._effects_at_entry = (0, 0)
@@ -129,6 +130,13 @@ class Steering:
         if not self._is_window_open:
             self._open_window()
         self._effects_at_entry = self._effects
+        if self.trial is not None:
+            self.trial.forget_graphs()
+
+    def note_batch(self, batch: Any) -> None:
+        """Keeps the newest batch until its window ends: where its data are not finite, no layer is to blame."""
+        self.finish_window()
+        self._batch = batch
 
     def _open_window(self) -> None:
         self.apply_pending()
@@ -144,6 +152,7 @@ class Steering:
         if not self._has_stepped:
             return
         is_located = self._found_inf and self.fallback.located() is not None
+        self._batch = None
         # an overflow in the forward is answered by its unit; a smaller scale would only cost small gradients
         if self._has_counted and not is_located and not self._follows_trainer:
             self.knobs.move_loss_scale(self._found_inf, self.window + 1)
@@ -352,7 +361,7 @@ class Steering:
                 f"A skipped step wrote {', '.join(lost)} for the first time after the start of training; these buffers"
                 " could not be put back."
             )
-        self.fallback.on_skipped(gradients, self.window, self.applied_steps, self.skipped_steps)
+        self.fallback.on_skipped(gradients, self.window, self.applied_steps, self.skipped_steps, self._batch)
 
     # ---- state ----
 

@@ -7,6 +7,8 @@ whose outputs it read are named, so that the guard can raise them before the nex
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from autoprec.replaced import Replaced
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.complex32: torch.complex64}
 _MAX_NODES = 4096
@@ -34,6 +38,10 @@ class Trial(TorchFunctionMode):
         self._producers: dict[Any, str] = {}
         self.last: str | None = None
 
+    def forget_graphs(self) -> None:
+        """Lets go of the graphs of earlier forwards; called before each micro-batch."""
+        self._producers.clear()
+
     def note_output(self, name: str, output: Tensor) -> None:
         """Remembers the unit that produced ``output``."""
         self.last = name
@@ -50,26 +58,15 @@ class Trial(TorchFunctionMode):
             return self._repaired(func, getattr(func, "__name__", str(func)), args, kwargs, error)
 
     def __enter__(self) -> Trial:
-        # the user's own autograd functions do not pass through the mode
-        self._apply = Function.__dict__["apply"]
-        trial, descriptor = self, self._apply
-
-        def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-            original = descriptor.__get__(None, cls)  # a classmethod, in C from torch 2.14 on
-            if cls.__module__.startswith("autoprec."):
-                return original(*args, **kwargs)
-            try:
-                return original(*args, **kwargs)
-            except (RuntimeError, TypeError, AssertionError) as error:
-                return trial._repaired(original, cls.__name__, args, kwargs, error)
-
-        Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+        _APPLY.enter()
+        _here.trials = [*_trials(), self]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        Function.apply = self._apply  # type: ignore[method-assign]
+        _here.trials = _trials()[:-1]
+        _APPLY.leave()
 
     def _repaired(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, error: Exception) -> Any:
         lows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dtype in _WIDE]
@@ -110,6 +107,32 @@ class Trial(TorchFunctionMode):
                 yield self._producers[node]
             else:
                 pending.extend(parent for parent, _ in node.next_functions)
+
+
+# trials of this thread, innermost last
+_here = threading.local()
+
+
+def _trials() -> list[Trial]:
+    trials: list[Trial] = getattr(_here, "trials", [])
+    return trials
+
+
+def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    """Stands in for ``Function.apply``: the user's own autograd functions do not pass through the mode."""
+    original = _APPLY.original.__get__(None, cls)  # a classmethod, in C from torch 2.14 on
+    trials = _trials()
+    if not trials or cls.__module__.startswith("autoprec."):
+        return original(*args, **kwargs)
+    try:
+        return original(*args, **kwargs)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        return trials[-1]._repaired(original, cls.__name__, args, kwargs, error)
+
+
+_APPLY = Replaced(
+    lambda: Function.__dict__["apply"], functools.partial(setattr, Function, "apply"), classmethod(_apply)
+)
 
 
 def _widened(value: Any) -> Any:

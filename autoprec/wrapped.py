@@ -31,10 +31,6 @@ class WrappedPrecision(Precision):
         """Delegates to the base plugin: outside training steps the base precision holds."""
         return self.base.forward_context()
 
-    def convert_input(self, data: Any) -> Any:
-        """Delegates to the base plugin."""
-        return self.base.convert_input(data)
-
     def convert_output(self, data: Any) -> Any:
         """Delegates to the base plugin."""
         return self.base.convert_output(data)

@@ -209,6 +209,11 @@ def test_script_acts_before_its_window() -> None:
     assert rows[2] == (3, "clip", None, math.inf, 0.5, 0.5, "applied")
 
 
+def test_interval_may_come_from_numpy() -> None:
+    interval = AutoPrecisionCallback(interval=np.int64(3)).interval
+    assert (interval, type(interval)) == (3, int)
+
+
 def test_windows_count_accumulated_batches_once_and_skipped_ones_too() -> None:
     seen: dict[int, str] = {}
 

@@ -505,3 +505,25 @@ def test_g08_without_it_the_same_nan_is_skipped_and_it_is_never_switched_on() ->
     cpu(plugins=fp16cpu(65536), callbacks=[ap, Asks()]).fit(module)
     assert (ap.applied_steps, ap.skipped_steps) == (7, 1)
     assert not any(states)
+
+
+# ---- data that are not finite: no layer is to blame ----
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("as_pair", [False, True])
+def test_g03_a_bad_batch_costs_a_step_and_no_format(value: float, as_pair: bool) -> None:
+    def loss(net: nn.Module, batch: Any, index: int) -> Tensor:
+        x, y = batch if as_pair else (batch, torch.zeros(8, 1))
+        value: Tensor = (net(x).float() - y).pow(2).mean()
+        return value
+
+    inputs, targets = torch.rand(64, 8), torch.zeros(64, 1)
+    (targets if as_pair else inputs)[17] = value  # the third batch
+    data = torch.utils.data.TensorDataset(inputs, targets) if as_pair else inputs
+    module = Task(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), data, loss=loss, optimizer=still)
+    ap = AutoPrecisionCallback("fixed:fp16", config=AutoPrecisionConfig(loss_scale=LossScaleConfig(init_scale=16.0)))
+    with pytest.warns(UserWarning, match="the batch of window 2 holds inf or NaN"):
+        cpu(callbacks=[ap]).fit(module)
+    assert (ap.applied_steps, ap.skipped_steps) == (7, 1)
+    assert set(ap.precision_map().values()) == {"fp16"}

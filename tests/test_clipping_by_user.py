@@ -156,6 +156,29 @@ def test_automatic_optimization_with_a_clipping_per_micro_batch() -> None:
         assert torch.allclose(found[key], value, rtol=2e-2, atol=2e-3), key
 
 
+@pytest.mark.filterwarnings("ignore:A step under a loss scale used gradients:UserWarning")
+def test_a14_gradients_combined_from_scaled_ones_are_unscaled() -> None:
+    """One backward per task, then an own combination assigned (PCGrad, MGDA): what GradScaler does right."""
+
+    def combined(module: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = module.optimizers()
+        parts = []
+        for loss in module.backward_twice(batch):
+            optimizer.zero_grad()
+            module.manual_backward(loss)
+            parts.append([p.grad.clone() for p in module.parameters()])
+        for parameter, first, second in zip(module.parameters(), *parts, strict=True):
+            parameter.grad = 0.5 * (first + second)
+        optimizer.step()
+
+    expected = trained(combined, plugins=[fp16_plugin(1.0)])
+    callback = AutoPrecisionCallback(verbose=False)
+    found = trained(combined, callback, plugins=[fp16_plugin(2.0**10)])
+    assert callback.skipped_steps == 0
+    for key, value in expected.items():
+        assert torch.allclose(found[key], value, rtol=2e-2, atol=2e-3), key
+
+
 def test_the_scale_is_put_back_exactly() -> None:
     """Powers of two: unscaling and scaling again changes no bit."""
     from autoprec.gradients import Gradients

@@ -9,7 +9,7 @@ import copy
 import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -359,3 +359,19 @@ def test_optimizers_that_call_once_are_copied_at_most_once() -> None:
     step(foreign, 0, made)
     assert StepUndo(foreign)._weights is None
     assert StepUndo(torch.optim.LBFGS(made))._weights is not None
+
+
+class Pair(NamedTuple):
+    average: Tensor
+    steps: int
+
+
+def test_state_of_an_unknown_optimizer_may_hold_named_tuples() -> None:
+    class Foreign(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> Any:
+            return closure()
+
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = Foreign([weight], {"lr": 0.1})
+    optimizer.state[weight]["pair"] = Pair(torch.ones(2), 3)
+    assert StepUndo(optimizer)._state is not None  # torch's own load_state_dict cannot take them back

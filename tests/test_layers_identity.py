@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoprec.layers import Runtime, attach, detach
+from autoprec.layers import Runtime, attach, detach, swapped
 from autoprec.units import find_units
 from tests.steered import (
     BF16,
@@ -207,6 +207,23 @@ def test_deepcopies_come_out_plain(make: Make) -> None:
     assert type(net[0]) is plain
     if plain.__name__ not in ("ParametrizedLinear", "Bilinear", "GraphModuleImpl"):
         assert type(twin[0]) is plain
+
+
+@pytest.mark.parametrize("name", FORMATS_OF_A_LINEAR)
+def test_a_parametrization_added_inside_a_step(name: str) -> None:
+    """Torch derives the parametrized class from the one that it finds."""
+    net = nn.Sequential(nn.Linear(16, 16))
+    units, runtime = attached(net, name)
+    runtime.is_active = True
+    with torch.autocast("cpu", torch.bfloat16):
+        nn.utils.parametrizations.weight_norm(net[0])
+        inside = net(torch.ones(16, 16))
+    detach(units)
+    assert_plain(net[0])
+    assert type(net[0]).__mro__[1] is nn.Linear
+    assert torch.allclose(net(torch.ones(16, 16)), inside.float(), atol=0.1)
+    with swapped(units), torch.autocast("cpu", torch.bfloat16):
+        assert torch.allclose(net(torch.ones(16, 16)).float(), inside.float(), atol=0.1)
 
 
 PICKLED = {name: make for name, make in COPIED.items() if name != "weight norm"}  # torch refuses to pickle that
