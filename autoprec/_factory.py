@@ -8,16 +8,20 @@ from __future__ import annotations
 import os
 
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from autoprec.callback import AutoPrecisionCallback
 
 
 def callbacks() -> list[Callback]:
-    """Returns an ``AutoPrecisionCallback`` if the environment has ``AUTOPREC_AUTO=1``, else nothing.
+    """Returns an ``AutoPrecisionCallback`` if the environment has ``AUTOPREC_AUTO=1`` (or true, yes, on), else nothing.
 
     It is for Trainers whose code cannot be edited. A Trainer that already has the callback raises Lightning's error
     about two stateful callbacks of one type: use one way or the other.
     """
-    if os.environ.get("AUTOPREC_AUTO") != "1":
-        return []
-    return [AutoPrecisionCallback()]
+    value = os.environ.get("AUTOPREC_AUTO", "")
+    if value.lower() in ("1", "true", "yes", "on"):
+        return [AutoPrecisionCallback()]
+    if value.lower() not in ("", "0", "false", "no", "off"):
+        rank_zero_warn(f"AUTOPREC_AUTO={value!r} is not understood and adds no callback. Use 1 or 0.")
+    return []

@@ -22,7 +22,7 @@ class Action:
 
     Args:
         precision: Format name for each unit name or fnmatch pattern. ``"*"`` means every unit that computes with a
-            weight matrix. Copied.
+            weight matrix; other patterns leave out norms and vectors, too, unless they meet nothing else. Copied.
         loss_scale: Factor on the loss.
         clip: Threshold on the global gradient norm. ``math.inf`` turns clipping off.
         batch_size: The loader's batch size per rank.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import lightning.pytorch as pl
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from autoprec.action import Action
 from autoprec.collect import read_globals, read_units
 from autoprec.config import AutoPrecisionConfig
-from autoprec.controller import Controller, checked_state, resolve_policy, save_map
+from autoprec.controller import Controller, checked_reasons, checked_state, resolve_policy, save_map
 from autoprec.encoding import decode, encode
 from autoprec.history import Decision, History
 from autoprec.knobs import KNOBS, Knobs, steered_units
@@ -25,7 +26,7 @@ from autoprec.plugins import check_base
 from autoprec.precision import AutoPrecision
 from autoprec.settings import PluginSettings
 from autoprec.steering import STATE_VERSION, Steering, check_version
-from autoprec.summary import mean_bits, metrics, summarize
+from autoprec.summary import mean_bits, metrics, no_decision, summarize
 from autoprec.trainer_facts import check_alone, check_idle, check_trainer, loader_batch_size, log_interval, progress
 
 T = TypeVar("T")
@@ -100,13 +101,14 @@ class AutoPrecisionCallback(Callback):
         self._next_epoch = 0
         self._has_failed = False
         self._saved_controller: dict[str, Any] | None = None
+        self._has_new_policy = False
 
     # ---- what users and tests read ----
 
     @property
     def history(self) -> History:
         """Every decision of the current or latest fit."""
-        return History() if self.steering is None else self.steering.history
+        return self.plugin.history
 
     @property
     def steering(self) -> Steering | None:
@@ -145,7 +147,7 @@ class AutoPrecisionCallback(Callback):
         run in the precision of what is before them. The same holds for units without a weight matrix that nobody has
         named.
         """
-        return {} if self.steering is None else self.steering.knobs.precision_map()
+        return self.plugin.precision_map()
 
     def request(self, action: Action) -> None:
         """Asks for a change from user code; checked at once, applied at the next boundary.
@@ -213,9 +215,11 @@ class AutoPrecisionCallback(Callback):
         if self._saved_controller is not None:
             state = self._saved_controller
             self._ask(lambda: self.controller.load_state_dict(state))
-        if steering.window == 0 and self._next_script == 0:
+        is_new = steering.window == 0 and self._next_script == 0
+        if is_new or self._has_new_policy:
             first = self._ask(lambda: Action(precision=self.controller.initial_map()))
             self._apply(first, f"first map of policy {self.controller.name!r}")
+            steering.warn_of_unknown_names()
 
     @property
     def _fit(self) -> Steering:
@@ -292,17 +296,23 @@ class AutoPrecisionCallback(Callback):
         run = read_globals(knobs, steering.telemetry, progress(trainer))
         observation = encode(units, run)
 
-        def decision() -> Action | None:
-            moves = self.controller.decide(observation)
-            return moves if moves is None or isinstance(moves, Action) else decode(moves, units, run)
-
-        action = self._ask(decision)
-        self._apply(_without_masked(action, knobs), f"policy {self.controller.name!r}")
+        answer = self._ask(lambda: self.controller.decide(observation))
+        if is_move := answer is not None and not isinstance(answer, Action):
+            moves: Any = answer
+            answer = self._ask(lambda: decode(moves, units, run))
+        reasons = self._ask(lambda: checked_reasons(self.controller.reasons())) or {}
+        self._apply(_without_masked(answer, knobs), f"policy {self.controller.name!r}", reasons, is_move)
         steering.telemetry.start_window()
 
-    def _apply(self, action: Action | None, why: str) -> None:
+    def _apply(
+        self,
+        action: Action | None,
+        why: str,
+        reasons: Mapping[str, str] = MappingProxyType({}),
+        is_move: bool = False,
+    ) -> None:
         if action is not None and not action.is_empty:
-            self._fit.apply(action, why)
+            self._fit.apply(action, why, reasons, is_move)
 
     def _ask(self, question: Callable[[], T]) -> T | None:
         """Asks the controller; its fault must not end the user's run, so it is recorded once and ignored."""
@@ -344,7 +354,8 @@ class AutoPrecisionCallback(Callback):
                 " are those that training started with."
             )
         if self.verbose and not trainer.barebones:
-            rank_zero_info(summarize(self._fit, self.controller.name))
+            text = summarize(self._fit, self.controller.name)
+            rank_zero_info(text + no_decision(self._fit, self.interval) if self.controller.looks else text)
 
     @rank_zero_only
     def _write_history(self, trainer: pl.Trainer) -> None:
@@ -390,9 +401,10 @@ class AutoPrecisionCallback(Callback):
         if state_dict["policy"] == self.controller.name:
             self._saved_controller = dict(state_dict["controller"])
         else:
+            self._has_new_policy = True
             rank_zero_warn(
                 f"The checkpoint was written under policy {state_dict['policy']!r}; {self.controller.name!r} starts"
-                " anew from its formats and knob values."
+                " anew. The formats that it begins with are applied; what it leaves open stays as in the checkpoint."
             )
 
 

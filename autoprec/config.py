@@ -157,8 +157,9 @@ class AutoPrecisionConfig:
     """All settings of a run.
 
     Args:
-        formats: Formats that may be chosen, by name. ``None`` takes those of fp32, bf16 and fp16 that the device
-            runs natively. fp32 is always legal, named or not: it is where the guard falls back to.
+        formats: Formats that policies may choose, by name. ``None`` takes those of fp32, bf16 and fp16 that the device
+            runs natively. fp32 is always legal, named or not: it is where the guard falls back to. Requests, scripts,
+            maps and ``fixed:`` policies may name any format.
         granularity: ``"layer"`` decides for each layer, ``"block"`` for each repeated block.
         clamp_output: Largest absolute value that a unit may put out in fp16, fp8 or int8. ``None`` does not clamp.
         hold_schedules: Whether a skipped step leaves the learning-rate schedules of kind "step" where they are.

@@ -36,9 +36,11 @@ class Controller(ABC):
 
     Attributes:
         name: Short name for records and reports.
+        looks: Whether ``decide`` looks at the observation, so that a run shorter than the interval needs a word.
     """
 
     name: str = "controller"
+    looks: bool = True
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:  # noqa: B027
         """Begins a run afresh; in a resumed run a state is loaded after it.
@@ -79,6 +81,10 @@ class Controller(ABC):
             One move -1, 0 or 1 per row, or a request, or ``None`` for no change.
         """
 
+    def reasons(self) -> Mapping[str, str]:
+        """Returns why the latest decision asked for what it did, by unit name or ``"clip"``; for the record."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs, as primitives and tensors."""
         return {}
@@ -100,6 +106,8 @@ class FixedController(Controller):
     Raises:
         ValueError: If there is no such format.
     """
+
+    looks = False
 
     def __init__(self, format: str) -> None:
         self.format = get_format(format).name
@@ -133,6 +141,8 @@ class ScriptedController(Controller):
     """
 
     name = "scripted"
+
+    looks = False
 
     def __init__(self, steps: Mapping[int, Action] | None = None, epochs: Mapping[int, Action] | None = None) -> None:
         self.steps = _checked_script("steps", steps)
@@ -174,6 +184,8 @@ class MapController(Controller):
         TypeError: If ``source`` is neither, or its keys and values are not strings.
         ValueError: If the file is not a map, or a format name is unknown.
     """
+
+    looks = False
 
     def __init__(self, source: str | Path | Mapping[str, str]) -> None:
         if isinstance(source, (str, Path)):
@@ -261,6 +273,20 @@ def checked_state(state: object) -> dict[str, Any]:
                 f"`state_dict()` may hold numbers, strings, tensors, and lists and dicts of them, not {value!r}"
             )
     return state
+
+
+def checked_reasons(reasons: object) -> Mapping[str, str]:
+    """Returns the reasons of a controller if a record may hold them.
+
+    Args:
+        reasons: What ``reasons`` returned.
+
+    Raises:
+        TypeError: If it is not a mapping from strings to strings.
+    """
+    if not isinstance(reasons, Mapping) or not all(isinstance(text, str) for pair in reasons.items() for text in pair):
+        raise TypeError(f"`reasons()` must return a mapping from names to texts, not {reasons!r}")
+    return {str(name): str(text) for name, text in reasons.items()}
 
 
 def save_map(

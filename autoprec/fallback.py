@@ -50,13 +50,20 @@ class Fallback:
         self._stop_search()
         self._root = None
 
-    def on_applied(self) -> None:
-        """Notes an applied step."""
-        self._knobs.guard.on_applied()
-        self._stop_search()
+    def on_applied(self, optimizer: int = 0) -> None:
+        """Notes an applied step of the optimizer with this index."""
+        self._knobs.guard.on_applied(optimizer)
+        if not self._knobs.guard.consecutive_skips:
+            self._stop_search()
 
     def on_skipped(
-        self, gradients: Gradients | None, window: int, applied_steps: int, skipped_steps: int, batch: Any = None
+        self,
+        gradients: Gradients | None,
+        window: int,
+        applied_steps: int,
+        skipped_steps: int,
+        batch: Any = None,
+        optimizer: int = 0,
     ) -> None:
         """Reacts to a skipped step.
 
@@ -66,13 +73,14 @@ class Fallback:
             applied_steps: Steps taken so far.
             skipped_steps: Steps skipped so far, this one included.
             batch: The newest batch, any nesting of tensors, if it is known.
+            optimizer: Index of the optimizer.
 
         Raises:
             NonFiniteTrainingError: If everything runs in fp32 and steps keep being skipped.
         """
         guard = self._knobs.guard
         is_backing_off = self._knobs.loss_scale.scale > max(self._knobs.loss_scale.config.floor, 1.0)
-        verdict = guard.on_skipped(self._knobs.is_all_wide, is_backing_off)
+        verdict = guard.on_skipped(self._knobs.is_all_wide, is_backing_off, optimizer)
         if verdict is Verdict.STOP:
             where = self._first_offender(gradients) or "unknown"
             raise NonFiniteTrainingError(

@@ -109,6 +109,9 @@ class Gradients:
 
     def clip_value_(self, threshold: float) -> None:
         """Clamps all gradients to ``[-threshold, threshold]``; sparse ones through their values."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()  # the limit is for the sum of the entries of a row
         grads = [grad._values() if grad.is_sparse else grad for grad in self._grads()]
         with torch.no_grad():
             for grad in grads:

@@ -39,14 +39,14 @@ class Guard:
         clip: Limits of the clip threshold.
 
     Attributes:
-        consecutive_skips: Skipped steps in a row.
+        skips: Skipped steps in a row, by the index of the optimizer.
         is_all_raised: Whether level 2 was applied to everything.
         held: Unit name to the number of applied steps at which its hold ends, ``FOREVER`` for the whole fit.
     """
 
     config: GuardConfig = field(default_factory=GuardConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
-    consecutive_skips: int = 0
+    skips: dict[int, int] = field(default_factory=dict)
     is_all_raised: bool = False
     held: dict[str, int] = field(default_factory=dict)
 
@@ -101,23 +101,33 @@ class Guard:
             return limited, "limited", f"{value!r} is below {self.clip.floor} x the median norm {median:.3g}"
         return value, "applied", "requested"
 
-    def on_applied(self) -> None:
-        """Notes an applied step."""
-        self.consecutive_skips = 0
+    @property
+    def consecutive_skips(self) -> int:
+        """Skipped steps in a row, of the optimizer that has most."""
+        return max(self.skips.values(), default=0)
 
-    def on_skipped(self, is_all_wide: bool, is_backing_off: bool = False) -> Verdict:
+    def on_applied(self, optimizer: int = 0) -> None:
+        """Notes an applied step.
+
+        Args:
+            optimizer: Index of the optimizer.
+        """
+        self.skips.pop(optimizer, None)
+
+    def on_skipped(self, is_all_wide: bool, is_backing_off: bool = False, optimizer: int = 0) -> Verdict:
         """Notes a skipped step.
 
         Args:
             is_all_wide: Whether nothing can be raised any more.
             is_backing_off: Whether the loss scale has still some way down. Then training is not stopped.
+            optimizer: Index of the optimizer.
         """
         if is_all_wide and is_backing_off:
             return Verdict.CONTINUE
-        self.consecutive_skips += 1
-        if self.consecutive_skips < self.config.max_consecutive_skips:
+        self.skips[optimizer] = self.skips.get(optimizer, 0) + 1
+        if self.skips[optimizer] < self.config.max_consecutive_skips:
             return Verdict.CONTINUE
-        self.consecutive_skips = 0
+        self.skips.clear()
         if is_all_wide:
             return Verdict.STOP
         self.is_all_raised = True
@@ -126,13 +136,13 @@ class Guard:
     def state_dict(self) -> dict[str, Any]:
         """Returns primitives only."""
         return {
-            "consecutive_skips": self.consecutive_skips,
+            "skips": dict(self.skips),
             "is_all_raised": self.is_all_raised,
             "held": dict(self.held),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what ``state_dict`` returned."""
-        self.consecutive_skips = int(state["consecutive_skips"])
+        self.skips = {int(index): int(count) for index, count in state["skips"].items()}
         self.is_all_raised = bool(state["is_all_raised"])
         self.held = {str(name): int(end) for name, end in state["held"].items()}

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from autoprec.action import Action
 from autoprec.base import Base
+from autoprec.clip import ClipThreshold
 from autoprec.config import AutoPrecisionConfig
 from autoprec.formats import get_format, rank
 from autoprec.guard import Guard
@@ -25,7 +27,10 @@ from autoprec.units import Unit
 
 KNOBS: tuple[Knob, ...] = ("precision", "loss_scale", "batch_size", "clip")
 CLIPS_BY_VALUE = "the Trainer clips by value; the threshold on the norm does not apply"
-_BATCH_REASON = "the batch size is not steered yet; set it on the DataLoader"
+_NOT_STEERED: dict[Knob, str] = {
+    "batch_size": "the batch size is not steered yet; set it on the DataLoader",
+    "accumulate": "accumulation is not steered yet; set `Trainer(accumulate_grad_batches=...)`",
+}
 
 
 class Knobs:
@@ -65,8 +70,7 @@ class Knobs:
         self.loss_scale = loss_scale
         self.history = history
         self.guard = Guard(config.guard, config.clip)
-        self.clip = math.inf if base.clip is None else base.clip
-        self.clip_follows_median = base.clip is None and "clip" not in masked
+        self.threshold = ClipThreshold(config.clip, base.clip, base.clip is None and "clip" not in masked)
         self.restrictions: dict[str, str] = {}
         self.map_limit: int | None = None
         self.changed_at = dict.fromkeys(self.units, 0)
@@ -91,6 +95,11 @@ class Knobs:
             allowed = {"fp32", "bf16" if "bf16" in unit.native else "fp16"} & set(unit.native)
         allowed |= {self.formats[unit.name], self._base_format(unit)}
         return tuple(name for name in unit.legal if name in allowed)
+
+    @property
+    def clip(self) -> float:
+        """Threshold on the global norm of the unscaled gradients, ``math.inf`` for off."""
+        return self.threshold.value
 
     @property
     def is_steering(self) -> bool:
@@ -135,12 +144,21 @@ class Knobs:
         """Formats, loss scale and threshold of a run that starts from here; ``None`` for what it decides by itself."""
         names = [u.name for u in steered_units(self) if u.has_matrix or u.name in self._named]
         scale = self.loss_scale.scale if self.loss_scale.enabled and "loss_scale" not in self.masked else None
-        clip = None if "clip" in self.masked or self.clip_follows_median else self.clip
+        clip = None if "clip" in self.masked or self.threshold.follows_median else self.clip
         return {name: self.formats[name] for name in names}, scale, clip
 
     # ---- requests ----
 
-    def apply(self, action: Action, step: int, applied_steps: int, median_norm: float, why: str = "requested") -> None:
+    def apply(
+        self,
+        action: Action,
+        step: int,
+        applied_steps: int,
+        median_norm: float,
+        why: str = "requested",
+        reasons: Mapping[str, str] = MappingProxyType({}),
+        is_move: bool = False,
+    ) -> None:
         """Carries out a request at a boundary and puts every part of it on record.
 
         Args:
@@ -149,17 +167,25 @@ class Knobs:
             applied_steps: Applied optimizer steps so far.
             median_norm: Running median of finite norms, NaN before the first.
             why: Reason to record for what is applied as asked.
+            reasons: More, by unit name or ``"clip"``.
+            is_move: Whether a policy moved the threshold by a notch, which leaves it following the median.
         """
+        was_enabled = self.loss_scale.enabled
         changes = {}
         for unit, requested, outcome, reason in self._judged_formats(action, applied_steps):
             before = self.formats.get(unit or "")
             applied = requested if outcome in ("applied", "limited") else before
-            self._record(step, "precision", unit, before, requested, applied, outcome, reason or why)
+            self._record(
+                step, "precision", unit, before, requested, applied, outcome, reason or _joined(why, reasons, unit)
+            )
             if unit is not None and outcome != "refused":
                 changes[unit] = requested
         self._carry_out(changes, applied_steps)
+        if self.loss_scale.enabled and not was_enabled:
+            scale = self.loss_scale.scale
+            self._record(step, "loss_scale", None, 1.0, scale, scale, "applied", "in use from now on: fp16 needs it")
         self._apply_loss_scale(action, step, why)
-        self._apply_clip(action, step, median_norm, why)
+        self._apply_clip(action, step, median_norm, _joined(why, reasons, "clip"), is_move)
         self._refuse_batch_size(action, step)
 
     def check(self, action: Action, step: int, applied_steps: int, median_norm: float) -> Action:
@@ -242,12 +268,10 @@ class Knobs:
             count: Norms that it rests on.
             step: Index of the window that begins.
         """
-        clip = self.config.clip
-        if not self.clip_follows_median or count < clip.min_norms or not median_norm > 0:
-            return
-        before, self.clip = self.clip, clip.multiplier * median_norm
+        before = self.clip
+        self.threshold.follow(median_norm, count)
         if math.isinf(before) and math.isfinite(self.clip):
-            reason = f"from now on {clip.multiplier} x the running median of the gradient norm"
+            reason = f"from now on {self.threshold.multiplier:g} x the running median of the gradient norm"
             self._record(step, "clip", None, before, self.clip, self.clip, "applied", reason)
 
     def take_trainer_clip(self, value: float | None, is_by_norm: bool, step: int) -> None:
@@ -263,8 +287,8 @@ class Knobs:
         if not is_by_norm:
             self.masked["clip"] = CLIPS_BY_VALUE
             return
-        before, self.clip = self.clip, float(value) if value else math.inf
-        self.clip_follows_median = False
+        before = self.clip
+        self.threshold.pin(float(value) if value else math.inf)
         self._record(step, "clip", None, before, self.clip, self.clip, "applied", "set on the Trainer")
 
     def change_formats(self, changes: Mapping[str, str], applied_steps: int) -> None:
@@ -282,9 +306,7 @@ class Knobs:
             "formats": dict(self.formats),
             "named": sorted(self._named),
             "changed_at": dict(self.changed_at),
-            "clip": None if "clip" in self.masked else self.clip,
-            "clip_follows_median": self.clip_follows_median,
-            "trainer_clip": self.base.clip,
+            "clip": self.threshold.state_dict("clip" in self.masked),
             "is_ambient_raised": self.is_ambient_raised,
             "is_steering": self._is_steering,
             "loss_scale": self.loss_scale.state_dict(),
@@ -309,10 +331,8 @@ class Knobs:
         self.loss_scale.load_state_dict(state["loss_scale"])
         if "loss_scale" in self.masked:
             self.loss_scale.enabled = was_enabled
-        # a threshold that the Trainer was given since then is newer than the saved one
-        if "clip" not in self.masked and state["clip"] is not None and state["trainer_clip"] == self.base.clip:
-            self.clip = float(state["clip"])
-            self.clip_follows_median = bool(state["clip_follows_median"])
+        if "clip" not in self.masked:
+            self.threshold.load_state_dict(state["clip"])
         if "precision" not in self.masked:
             self._make_act()
 
@@ -386,7 +406,7 @@ class Knobs:
         reason = why if outcome == "applied" else reason
         self._record(step, "loss_scale", None, before, action.loss_scale, applied, outcome, reason)
 
-    def _apply_clip(self, action: Action, step: int, median_norm: float, why: str) -> None:
+    def _apply_clip(self, action: Action, step: int, median_norm: float, why: str, is_move: bool) -> None:
         if action.clip is None:
             return
         before = self.clip
@@ -396,7 +416,10 @@ class Knobs:
             return
         applied, outcome, reason = self.guard.check_clip(action.clip, median_norm)
         assert applied is not None
-        self.clip, self.clip_follows_median = applied, False
+        if is_move:
+            self.threshold.shift(applied, median_norm)
+        else:
+            self.threshold.pin(applied)
         self._record(step, "clip", None, before, action.clip, applied, outcome, why if outcome == "applied" else reason)
 
     def _is_refused(self, knob: str, value: float, median_norm: float) -> tuple[bool, str]:
@@ -415,7 +438,7 @@ class Knobs:
         )
         for knob, value in requests:
             if value is not None:
-                reason = self.masked.get(knob, _BATCH_REASON)
+                reason = self.masked.get(knob, _NOT_STEERED[knob])
                 self._record(step, knob, None, None, value, None, "refused", reason)
 
     def _record(
@@ -430,6 +453,10 @@ class Knobs:
         reason: str,
     ) -> None:
         self.history.append(Decision(step, knob, unit, before, requested, applied, outcome, reason))
+
+
+def _joined(why: str, reasons: Mapping[str, str], name: str | None) -> str:
+    return f"{why}: {reasons[name]}" if name is not None and name in reasons else why
 
 
 def steered_units(knobs: Knobs) -> list[Unit]:

@@ -49,8 +49,7 @@ def restrict_for_lbfgs(knobs: Knobs) -> None:
     knobs.masked["loss_scale"] = knobs.restrictions["fp16"] = reason
     if "clip" not in knobs.masked:
         knobs.masked["clip"] = "LBFGS compares gradients of several closure calls, which clipping would distort"
-        knobs.clip = math.inf if knobs.base.clip is None else knobs.base.clip
-        knobs.clip_follows_median = False
+        knobs.threshold.pin(math.inf if knobs.base.clip is None else knobs.base.clip)
     for unit in knobs.units.values():
         unit.legal = tuple(name for name in unit.legal if name != "fp16")
 

@@ -29,6 +29,7 @@ from autoprec.base import Base
 from autoprec.bypass import StepGuard
 from autoprec.config import AutoPrecisionConfig
 from autoprec.gradients import Gradients, StepUndo
+from autoprec.history import History
 from autoprec.masks import clip_of, has_gradient_hooks, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
 from autoprec.regions import evaluation_region, formats_region, recomputation_region
@@ -111,6 +112,7 @@ class AutoPrecision(WrappedPrecision):
             self._is_in_batch = functools.partial(is_in_batch, trainer)
             if self.initial_formats:
                 self.steering.apply(Action(precision=self.initial_formats), "initial formats")
+                self.steering.warn_of_unknown_names()
             if "precision" not in self.steering.knobs.masked:
                 self._retry = StepRetry(trainer.strategy, self.steering.prepare_retry)
         return module
@@ -157,6 +159,15 @@ class AutoPrecision(WrappedPrecision):
         if self.steering is not None and not self.steering.is_released:
             self.steering.release()
             sync_scaler(self.base, self.steering.knobs.loss_scale)
+
+    @property
+    def history(self) -> History:
+        """Every decision of the current or latest fit."""
+        return History() if self.steering is None else self.steering.history
+
+    def precision_map(self) -> dict[str, str]:
+        """Current format of every unit by name; empty before the first fit."""
+        return {} if self.steering is None else self.steering.knobs.precision_map()
 
     @property
     def _active(self) -> Steering | None:
@@ -263,7 +274,7 @@ class AutoPrecision(WrappedPrecision):
         except _StepSkipped as skip:
             undo.restore(self._closure_calls)
             steering.schedules.note(optimizer, is_skipped=True)
-            steering.on_skipped(self._gradients.pop(id(optimizer), None))
+            steering.on_skipped(self._gradients.pop(id(optimizer), None), _index(model.trainer, optimizer))
             return skip.result
         undo.learn(self._closure_calls)
         steering.schedules.note(optimizer, is_skipped=False)
@@ -272,7 +283,7 @@ class AutoPrecision(WrappedPrecision):
         if gradients is None or not gradients.parameters or not has_backward:
             steering.on_empty()
         else:
-            steering.on_applied(gradients)
+            steering.on_applied(gradients, _index(model.trainer, optimizer))
         return result
 
     def _checked_closure(
@@ -386,6 +397,10 @@ class AutoPrecision(WrappedPrecision):
 
 def _callbacks_of(trainer: Any) -> Sequence[pl.Callback]:
     return list(trainer.callbacks)
+
+
+def _index(trainer: Any, optimizer: object) -> int:
+    return next((index for index, each in enumerate(trainer.optimizers) if each is optimizer), 0)
 
 
 def is_in_batch(trainer: Any) -> bool:

@@ -9,21 +9,25 @@ not raise.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 # what torch and typical extensions say when they meet a dtype that they do not support
-_WORDS = ("half", "bfloat16", "float16", "dtype", "scalar type", "overflow", "primitive", "same type")
+_WORDS = re.compile(
+    r"\bHalf\b|\bhalf precision\b|bfloat16|float16|float32|\bdtypes?\b|scalar type|without overflow|primitive|same type",
+)
 
 
 def is_precision_error(error: BaseException) -> bool:
     """Whether an error reads as if a dtype was its cause."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
-    text = str(error).lower()
-    return isinstance(error, (RuntimeError, TypeError, AssertionError)) and any(word in text for word in _WORDS)
+    text = str(error).replace("BFloat16", "bfloat16").replace("Float16", "float16")
+    return isinstance(error, (RuntimeError, TypeError, AssertionError)) and _WORDS.search(text) is not None
 
 
 class StepRetry:
@@ -60,4 +64,6 @@ class StepRetry:
                     if first is error:
                         raise
                     raise first from error
+                line = str(error).strip().splitlines()[0]
+                rank_zero_info(f"autoprec: a training step raised and is repeated in wider formats: {line}")
         raise AssertionError("unreachable")

@@ -68,6 +68,7 @@ class RuleController(Controller):
         self.config = config if config is not None else AutoPrecisionConfig()
         self._names: tuple[str, ...] = ()
         self._raises: dict[str, int] = {}
+        self._reasons: dict[str, str] = {}
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:
         """Forgets what it raised in an earlier run.
@@ -78,6 +79,7 @@ class RuleController(Controller):
         """
         self._names = tuple(names)
         self._raises = {}
+        self._reasons = {}
 
     def decide(self, observation: Observation) -> NDArray[np.int64]:
         """Returns one move per row.
@@ -93,9 +95,42 @@ class RuleController(Controller):
         lowered = self._should_lower(units) & self._has_waited(units, names) & ~raised
         for name in np.asarray(names, dtype=object)[raised]:
             self._raises[name] = self._raises.get(name, 0) + 1
+        self._reasons = {
+            name: self._why_raised(row) if is_raised else self._why_lowered(row)
+            for name, row, is_raised, is_lowered in zip(names, units, raised, lowered, strict=True)
+            if is_raised or is_lowered
+        }
         moves[is_unit] = raised.astype(np.int64) - lowered.astype(np.int64)
-        moves[_should_loosen_clip(observation)] = 1
+        is_loosened = _should_loosen_clip(observation)
+        moves[is_loosened] = 1
+        if is_loosened.any():
+            self._reasons["clip"] = f"it acted in more than {_TOO_OFTEN_CLIPPED:.0%} of the last steps"
         return moves
+
+    def reasons(self) -> Mapping[str, str]:
+        """Returns the measurements that the latest moves rest on."""
+        return self._reasons
+
+    def _why_raised(self, row: Observation) -> str:
+        if feature(row, "overflows") > 0:
+            return "its output overflowed"
+        underflow, limit = float(feature(row, "underflow")), self.config.guard.underflow_fraction
+        if underflow > limit:
+            return f"{underflow:.0%} of its gradient underflows (limit {limit:.0%})"
+        return "its outputs will leave the range of the format within a window"
+
+    def _why_lowered(self, row: Observation) -> str:
+        outputs = ""
+        if feature(row, "act_known") == 1:
+            outputs = f"outputs {_bits_left(row, 'act_headroom_lower', 'act_drift'):.0f} bits below the range"
+        if feature(row, "frozen") == 1:
+            return f"frozen; {outputs}"
+        gradients = (
+            f"gradient norm spreads {feature(row, 'grad_cv'):.2f} (limit {self.config.stable_cv:g}), gradients"
+            f" {_bits_left(row, 'grad_headroom_lower', 'grad_trend'):.0f} bits below the range,"
+            f" {feature(row, 'underflow_lower'):.0%} underflow"
+        )
+        return f"{gradients}; {outputs}" if outputs else gradients
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how often each unit was raised."""

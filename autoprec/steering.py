@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -168,7 +169,7 @@ class Steering:
         self.runtime.records.clear()
         self.window += 1
         self._has_stepped = self._has_counted = self._found_inf = self._is_window_open = False
-        if self.knobs.clip_follows_median:  # else the median, which sorts, is not needed
+        if self.knobs.threshold.follows_median:  # else the median, which sorts, is not needed
             self.knobs.update_clip(self.telemetry.median_norm, len(self.telemetry.norms), self.window)
 
     @property
@@ -183,15 +184,24 @@ class Steering:
 
     # ---- requests ----
 
-    def apply(self, action: Action, why: str = "requested") -> None:
+    def apply(
+        self,
+        action: Action,
+        why: str = "requested",
+        reasons: Mapping[str, str] = MappingProxyType({}),
+        is_move: bool = False,
+    ) -> None:
         """Carries out a request now; the caller is at a boundary.
 
         Args:
             action: What is asked for.
             why: Reason to record for what is applied as asked.
+            reasons: More, by unit name or ``"clip"``.
+            is_move: Whether these are moves of a policy, relative to what is there.
         """
         before = self.knobs.precision_map()
-        self.knobs.apply(action, self.window, self.applied_steps, self.telemetry.median_norm, why)
+        median = self.telemetry.median_norm
+        self.knobs.apply(action, self.window, self.applied_steps, median, why, reasons, is_move)
         if self.knobs.precision_map() != before and self.knobs.is_steering:
             self._start_trial()
         if len(self.knobs.maps) == self.knobs.map_limit and not self._has_warned_of_maps:
@@ -201,6 +211,13 @@ class Steering:
                 " others are refused from here on: the compiler gives up after"
                 " `torch._dynamo.config.recompile_limit` versions of a function."
             )
+
+    def warn_of_unknown_names(self) -> None:
+        """Says at once that what a run begins with names units which this model does not have."""
+        unknown = [d.reason for d in self.history if d.knob == "precision" and d.unit is None]
+        if unknown and "precision" not in self.knobs.masked:
+            more = f" And {len(unknown) - 1} more, see the history." if len(unknown) > 1 else ""
+            rank_zero_warn(f"autoprec: {unknown[0]}{more}")
 
     def request(self, action: Action) -> None:
         """Checks a request at once and applies it at the next boundary.
@@ -286,17 +303,18 @@ class Steering:
         self.telemetry.sample_gradients(gradients.parameters, formats, self.knobs.loss_scale.scale)
         self.telemetry.sample_weights(steered_units(self.knobs), formats)
 
-    def on_applied(self, gradients: Gradients) -> None:
+    def on_applied(self, gradients: Gradients, optimizer: int = 0) -> None:
         """Counts an applied step.
 
         Args:
             gradients: What the step used.
+            optimizer: Index of the optimizer.
         """
         self._has_stepped = self._has_counted = True
         self.applied_steps += 1
         if self._follows_trainer:
             self.knobs.loss_scale.update(found_inf=False)
-        self.fallback.on_applied()
+        self.fallback.on_applied(optimizer)
         if self._skipping_since is not None and self.window > self._skipping_since:
             self.history.note_recovery(self._skipping_since, self.window)
             self._skipping_since = None
@@ -339,11 +357,12 @@ class Steering:
             rank_zero_warn(BARE_BACKWARD)
         return bare
 
-    def on_skipped(self, gradients: Gradients | None) -> None:
+    def on_skipped(self, gradients: Gradients | None, optimizer: int = 0) -> None:
         """Counts a skipped step, puts buffers back and lets the guard react.
 
         Args:
             gradients: What the step would have used.
+            optimizer: Index of the optimizer.
 
         Raises:
             NonFiniteTrainingError: If everything runs in fp32 and steps keep being skipped.
@@ -361,7 +380,7 @@ class Steering:
                 f"A skipped step wrote {', '.join(lost)} for the first time after the start of training; these buffers"
                 " could not be put back."
             )
-        self.fallback.on_skipped(gradients, self.window, self.applied_steps, self.skipped_steps, self._batch)
+        self.fallback.on_skipped(gradients, self.window, self.applied_steps, self.skipped_steps, self._batch, optimizer)
 
     # ---- state ----
 

@@ -54,7 +54,7 @@ class AutoPrecisionStrategy(SingleDeviceStrategy):
         if len(devices) > 1:
             raise MisconfigurationException(
                 f"`Trainer(strategy='autoprec', devices={len(devices)})`: this strategy runs on one device. Use"
-                " `devices=1`; several devices need `strategy='ddp'`."
+                " `devices=1`; several devices need `strategy='ddp'`, for now without autoprec."
             )
         self._devices = [device if isinstance(device, torch.device) else torch.device(device) for device in devices]
         if self._devices:
@@ -70,7 +70,7 @@ class AutoPrecisionStrategy(SingleDeviceStrategy):
         if num_nodes > 1:
             raise MisconfigurationException(
                 f"`Trainer(strategy='autoprec', num_nodes={num_nodes})`: this strategy runs on one device. Use"
-                " `num_nodes=1`; several nodes need `strategy='ddp'`."
+                " `num_nodes=1`; several nodes need `strategy='ddp'`, for now without autoprec."
             )
 
     @property

@@ -56,10 +56,27 @@ def summarize(steering: Steering, policy: str) -> str:
     else:
         lines.append("  loss scale not in use (nothing runs in fp16)")
     lines.append(_clip_line(steering))
+    for fault in (decision for decision in steering.history if decision.knob == "policy"):
+        lines.append(f"  POLICY FAILED in window {fault.step}, what it was asked there did not happen: {fault.reason}")
     for name, count in steering.fallback.overflows.items():
         lines.append(f"  overflow   {name}: {count}")
     lines += _refusals(steering)
     return "\n".join(lines)
+
+
+def no_decision(steering: Steering, interval: int) -> str:
+    """Says why a policy that looks at measurements was never asked, ``""`` if that needs no words.
+
+    Args:
+        steering: State of the fit.
+        interval: Applied steps between decisions.
+    """
+    if steering.applied_steps > interval or "precision" in steering.knobs.masked:
+        return ""
+    return (
+        f"\n  no decision was due: {steering.applied_steps} steps were applied, and a policy decides after every"
+        f" {interval} (`AutoPrecisionCallback(interval=...)`)"
+    )
 
 
 def _format_lines(steering: Steering) -> list[str]:
@@ -80,8 +97,9 @@ def _format_lines(steering: Steering) -> list[str]:
         line = f"  {name:<10} {len(members)} units, {share:.1%} of parameters"
         if total_compute:
             line += f", {sum(compute[unit.name] for unit in members) / total_compute:.1%} of compute"
-        if any(unit.is_emulated(name) for unit in members):
-            line += " (emulated on this device)"
+        emulated = sum(unit.is_emulated(name) for unit in members)
+        if emulated:
+            line += f" ({'' if emulated == len(members) else f'{emulated} of them '}emulated on this device)"
         lines.append(line)
     return lines + _left_alone_lines(left_alone)
 
@@ -113,7 +131,7 @@ def _clip_line(steering: Steering) -> str:
 def _refusals(steering: Steering, limit: int = 5) -> list[str]:
     counted: dict[str, int] = {}
     for decision in steering.history:
-        if decision.outcome == "refused":
+        if decision.outcome == "refused" and decision.knob != "policy":
             key = f"{decision.unit or decision.knob} to {decision.requested}: {decision.reason}"
             counted[key] = counted.get(key, 0) + 1
     lines = [f"  refused    {key}" + (f" ({count} times)" if count > 1 else "") for key, count in counted.items()]

@@ -6,7 +6,7 @@ layers of one repeated block. What lives here is discovery; running a unit in a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -42,7 +42,7 @@ class Unit:
         modules: The modules, in the model's order.
         names: Their fully qualified names, all of them where a module is registered more than once.
         legal: Formats that the unit can run in, widest first. Only ``("fp32",)`` if it is left alone.
-        native: The part of ``legal`` that the device computes itself.
+        native: The part of ``legal`` that the device computes itself for this kind of layer.
         parameter_count: Parameters of the unit, shared ones counted once.
         has_matrix: Whether the unit multiplies by a weight matrix or looks one up; ``"*"`` selects these.
         depth: Position in the model, 0 (first) to 1 (last).
@@ -106,10 +106,18 @@ def find_units(
     if "fp16" not in native:
         units = [replace(unit, legal=_without_fp16(unit)) for unit in units]
     last = max(len(units) - 1, 1)
-    return [
-        replace(unit, native=tuple(f for f in unit.legal if f in native or f == "fp32"), depth=index / last)
-        for index, unit in enumerate(units)
-    ]
+    return [replace(unit, native=_native_formats(unit, native), depth=index / last) for index, unit in enumerate(units)]
+
+
+# what the device has is used by these kinds alone; the others round
+_ONLY_LINEAR = ("tf32", "fp8", "int8")
+
+
+def _native_formats(unit: Unit, device: Collection[str]) -> tuple[str, ...]:
+    is_linear = all(kind_of(module) == "linear" for module in unit.modules)
+    return tuple(
+        name for name in unit.legal if name == "fp32" or (name in device and (is_linear or name not in _ONLY_LINEAR))
+    )
 
 
 def _without_fp16(unit: Unit) -> tuple[str, ...]:
@@ -125,14 +133,16 @@ def select(units: Sequence[Unit], pattern: str) -> list[Unit]:
     Args:
         units: All units.
         pattern: A unit's name (any of its modules' names for tied units), an fnmatch pattern over names, or ``"*"`` for
-            every steered unit that computes with a weight matrix.
+            every steered unit that computes with a weight matrix. A pattern that meets such units leaves out the norms
+            and vectors among them; one that meets nothing else (``"*.norm1"``) names those.
     """
     if pattern == "*":
         return [unit for unit in units if unit.has_matrix and unit.reason is None]
     exact = [unit for unit in units if pattern == unit.name or pattern in unit.names]
     if exact:
         return exact
-    return [unit for unit in units if any(fnmatchcase(name, pattern) for name in (unit.name, *unit.names))]
+    hits = [unit for unit in units if any(fnmatchcase(name, pattern) for name in (unit.name, *unit.names))]
+    return [unit for unit in hits if unit.has_matrix] or hits
 
 
 def resolve(

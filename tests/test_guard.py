@@ -132,12 +132,25 @@ def test_a_run_in_fp32_stops_without_a_second_chance() -> None:
     wide=st.booleans(),
 )
 def test_state_round_trip(skips: int, holds: dict[str, int], wide: bool) -> None:
-    guard = Guard(consecutive_skips=skips, is_all_raised=wide, held=holds)
+    guard = Guard(skips={0: skips, 1: 1}, is_all_raised=wide, held=holds)
     other = Guard()
     other.load_state_dict(guard.state_dict())
     assert other == guard
     other.hold("new", 3)
     assert "new" not in guard.held
+
+
+def test_each_optimizer_counts_for_itself() -> None:
+    """One that never takes a step stops the run, whatever the others do."""
+    guard = Guard(GuardConfig(max_consecutive_skips=3))
+    verdicts = []
+    for _ in range(3):
+        guard.on_applied(0)
+        verdicts.append(guard.on_skipped(True, optimizer=1))
+    assert verdicts == [Verdict.CONTINUE, Verdict.CONTINUE, Verdict.STOP]
+    guard.on_skipped(True, optimizer=1)
+    guard.on_applied(1)
+    assert guard.consecutive_skips == 0
 
 
 def test_a_loss_scale_on_its_way_down_is_no_reason_to_stop() -> None:

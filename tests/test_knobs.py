@@ -76,7 +76,9 @@ def test_a_star_means_matrices_and_a_name_beats_a_pattern_in_any_order() -> None
         assert knobs.precision_map() == {"a": "bf16", "n": "fp32", "b": "fp32", "c": "bf16"}
     knobs = knobs_of()
     apply(knobs, precision={"*": "bf16", "?": "fp16"})
-    assert set(knobs.precision_map().values()) == {"fp16"}
+    assert knobs.precision_map() == {"a": "fp16", "n": "fp32", "b": "fp16", "c": "fp16"}
+    apply(knobs, precision={"[nop]": "bf16"})  # meets nothing but the norm
+    assert knobs.precision_map()["n"] == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_no_request_ever_makes_an_illegal_map(asked: dict[str, str], held: set[s
         assert row.outcome in ("applied", "refused")
         assert row.applied == (row.requested if row.outcome == "applied" else row.before)
         assert row.reason
-    assert {row.unit for row in rows if row.outcome == "applied"} <= set(knobs.units)
+    assert {row.unit for row in rows if row.outcome == "applied" and row.knob == "precision"} <= set(knobs.units)
 
 
 def test_a09_a_contradiction_over_tied_weights_goes_to_the_widest() -> None:
@@ -365,7 +367,7 @@ def test_state_is_primitive_and_goes_round() -> None:
     assert other.state_dict() == knobs.state_dict()
     assert other.precision_map() == knobs.precision_map()
     assert other.is_steering
-    assert (other.clip, other.loss_scale.scale, other.clip_follows_median) == (2.5, 512.0, False)
+    assert (other.clip, other.loss_scale.scale, other.threshold.follows_median) == (2.5, 512.0, False)
     assert apply(other, applied=60, precision={"b": "bf16"})[0].outcome == "refused"
 
 
@@ -387,3 +389,25 @@ def test_block_granularity_reaches_the_layers_through_the_rule() -> None:
     cpu(callbacks=[ap]).fit(Task(net, torch.randn(120, 16), 4, optimizer=still))
     assert ap.precision_map() == {"net.0": "bf16", "net.1": "bf16"}
     assert {dtypes[-1] for dtypes in seen.values()} == {torch.bfloat16}
+
+
+def test_a_notch_of_a_policy_keeps_following_the_median() -> None:
+    knobs = knobs_of()
+    knobs.update_clip(2.0, 64, 1)
+    assert knobs.clip == 3.0
+    knobs.apply(Action(clip=6.0), 2, 100, 2.0, "policy 'rule'", {}, is_move=True)
+    assert knobs.clip == 6.0
+    knobs.update_clip(1.0, 64, 3)
+    assert knobs.clip == 3.0  # three times the median from here on
+    apply(knobs, clip=5.0)
+    knobs.update_clip(1.0, 64, 4)
+    assert knobs.clip == 5.0  # a request stays
+
+
+def test_the_loss_scale_is_on_record_from_its_first_use() -> None:
+    knobs = knobs_of()
+    rows = apply(knobs, precision={"a": "fp16"})
+    assert [(row.knob, row.before, row.applied) for row in rows] == [
+        ("precision", "fp32", "fp16"),
+        ("loss_scale", 1.0, knobs.loss_scale.scale),
+    ]
