@@ -65,7 +65,7 @@ class AutoPrecisionCallback(Callback):
 
     def __init__(
         self,
-        policy: str | Path | Controller = "rule",
+        policy: Controller | str | Path = "rule",
         knobs: Sequence[str] = KNOBS,
         interval: int = 50,
         config: AutoPrecisionConfig | None = None,

@@ -70,7 +70,7 @@ class Knobs:
         self.loss_scale = loss_scale
         self.history = history
         self.guard = Guard(config.guard, config.clip)
-        self.threshold = ClipThreshold(config.clip, base.clip, base.clip is None and "clip" not in masked)
+        self.threshold = ClipThreshold(config.clip, base.clip, base.clip is None and "clip" not in masked, history)
         self.restrictions: dict[str, str] = {}
         self.map_limit: int | None = None
         self.changed_at = dict.fromkeys(self.units, 0)
@@ -260,20 +260,6 @@ class Knobs:
             reason = "guard: a gradient was not finite" if found_inf else "no overflow for a growth interval"
             self._record(step, "loss_scale", None, before, after, after, "applied", reason)
 
-    def update_clip(self, median_norm: float, count: int, step: int) -> None:
-        """Lets the threshold follow the running median while nobody has set it.
-
-        Args:
-            median_norm: Running median of finite norms.
-            count: Norms that it rests on.
-            step: Index of the window that begins.
-        """
-        before = self.clip
-        self.threshold.follow(median_norm, count)
-        if math.isinf(before) and math.isfinite(self.clip):
-            reason = f"from now on {self.threshold.multiplier:g} x the running median of the gradient norm"
-            self._record(step, "clip", None, before, self.clip, self.clip, "applied", reason)
-
     def take_trainer_clip(self, value: float | None, is_by_norm: bool, step: int) -> None:
         """Takes over a threshold that user code sets on the Trainer in mid-run.
 
@@ -287,9 +273,8 @@ class Knobs:
         if not is_by_norm:
             self.masked["clip"] = CLIPS_BY_VALUE
             return
-        before = self.clip
-        self.threshold.pin(float(value) if value else math.inf)
-        self._record(step, "clip", None, before, self.clip, self.clip, "applied", "set on the Trainer")
+        threshold = float(value) if value else math.inf
+        self.threshold.set(threshold, threshold, "applied", step, "set on the Trainer")
 
     def change_formats(self, changes: Mapping[str, str], applied_steps: int) -> None:
         """Sets formats without asking or recording."""
@@ -409,18 +394,14 @@ class Knobs:
     def _apply_clip(self, action: Action, step: int, median_norm: float, why: str, is_move: bool) -> None:
         if action.clip is None:
             return
-        before = self.clip
         is_refused, reason = self._is_refused("clip", action.clip, median_norm)
         if is_refused:
-            self._record(step, "clip", None, before, action.clip, before, "refused", reason)
+            self._record(step, "clip", None, self.clip, action.clip, self.clip, "refused", reason)
             return
         applied, outcome, reason = self.guard.check_clip(action.clip, median_norm)
         assert applied is not None
-        if is_move:
-            self.threshold.shift(applied, median_norm)
-        else:
-            self.threshold.pin(applied)
-        self._record(step, "clip", None, before, action.clip, applied, outcome, why if outcome == "applied" else reason)
+        reason = why if outcome == "applied" else reason
+        self.threshold.set(action.clip, applied, outcome, step, reason, median_norm if is_move else None)
 
     def _is_refused(self, knob: str, value: float, median_norm: float) -> tuple[bool, str]:
         if knob in self.masked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
@@ -49,7 +48,7 @@ def restrict_for_lbfgs(knobs: Knobs) -> None:
     knobs.masked["loss_scale"] = knobs.restrictions["fp16"] = reason
     if "clip" not in knobs.masked:
         knobs.masked["clip"] = "LBFGS compares gradients of several closure calls, which clipping would distort"
-        knobs.threshold.pin(math.inf if knobs.base.clip is None else knobs.base.clip)
+        knobs.threshold.leave()
     for unit in knobs.units.values():
         unit.legal = tuple(name for name in unit.legal if name != "fp16")
 

@@ -18,7 +18,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 # what torch and typical extensions say when they meet a dtype that they do not support
 _WORDS = re.compile(
-    r"\bHalf\b|\bhalf precision\b|bfloat16|float16|float32|\bdtypes?\b|scalar type|without overflow|primitive|same type",
+    r"\bHalf\b|\bhalf precision\b|bfloat16|float16|float32|\bdtypes?\b|scalar type|without overflow|primitive"
+    r"|same type"
 )
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from autoprec.action import Action
@@ -27,6 +27,7 @@ from autoprec.history import History
 from autoprec.knobs import Knobs, steered_units
 from autoprec.layers import Runtime, prepare
 from autoprec.loss_scale import LossScale
+from autoprec.rescue import Rescue
 from autoprec.schedules import ScheduleHold
 from autoprec.telemetry import Telemetry
 from autoprec.trial import Trial
@@ -78,7 +79,6 @@ class Steering:
         self.telemetry = Telemetry(units, config.clip.window)
         self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
         self.schedules = ScheduleHold(config)
-        self.trial: Trial | None = None
         self.window = 0
         self.applied_steps = 0
         self.skipped_steps = 0
@@ -94,7 +94,6 @@ class Steering:
         self._has_warned = False
         self._has_warned_of_maps = False
         self._effects_at_entry = (0, 0)
-        self._started_as_trial = False
         self._is_window_open = False
         self._has_stepped = False
         self._has_counted = False
@@ -102,8 +101,13 @@ class Steering:
         self._skipping_since: int | None = None
         self._compilation = CompilationWatch(root)
         self.knobs.map_limit = self._compilation.map_limit
-        if self.knobs.is_steering:  # the Trainer's own fp16 is probed like any other map
-            self._start_trial()
+        self._rescue = Rescue(self.knobs, self.runtime, self._compilation)
+        self._rescue.start_trial()  # the Trainer's own fp16 is probed like any other map
+
+    @property
+    def trial(self) -> Trial | None:
+        """The trial under way, ``None`` outside of one."""
+        return self._rescue.trial
 
     @property
     def is_released(self) -> bool:
@@ -116,7 +120,8 @@ class Steering:
         self.schedules.detach()
         for unit in self.knobs.units.values():
             unit.states.clear()
-        self._root = self._shadow = self.trial = None
+        self._rescue.end_trial()
+        self._root = self._shadow = None
 
     # ---- windows ----
 
@@ -164,13 +169,12 @@ class Steering:
         if self.knobs.is_steering:
             self._compilation.look()
             self.knobs.map_limit = self._compilation.map_limit
-        self._finish_trial()
-        self._pin_untouched()
+        self._rescue.finish_window(self.window + 1, self.applied_steps)
         self.runtime.records.clear()
         self.window += 1
         self._has_stepped = self._has_counted = self._found_inf = self._is_window_open = False
         if self.knobs.threshold.follows_median:  # else the median, which sorts, is not needed
-            self.knobs.update_clip(self.telemetry.median_norm, len(self.telemetry.norms), self.window)
+            self.knobs.threshold.follow(self.telemetry.median_norm, len(self.telemetry.norms), self.window)
 
     @property
     def _follows_trainer(self) -> bool:
@@ -202,8 +206,8 @@ class Steering:
         before = self.knobs.precision_map()
         median = self.telemetry.median_norm
         self.knobs.apply(action, self.window, self.applied_steps, median, why, reasons, is_move)
-        if self.knobs.precision_map() != before and self.knobs.is_steering:
-            self._start_trial()
+        if self.knobs.precision_map() != before:
+            self._rescue.start_trial()
         if len(self.knobs.maps) == self.knobs.map_limit and not self._has_warned_of_maps:
             self._has_warned_of_maps = True
             rank_zero_warn(
@@ -251,45 +255,11 @@ class Steering:
         """
         if not self.knobs.is_steering or self._effects != self._effects_at_entry:
             return False
-        if failed_attempts == 1:
-            self._started_as_trial = self.trial is not None
-        measure = failed_attempts + self._started_as_trial
-        if measure > 3:
+        if not self._rescue.take_measure(failed_attempts, error, self.window, self.applied_steps):
             return False
-        if measure == 1:
-            self._start_trial()
-        else:
-            last = self.trial.last if self.trial is not None else None
-            names = [last] if measure == 2 and last is not None else list(self.knobs.units)
-            reason = f"a training step raised: {str(error).strip().splitlines()[0]}"
-            self.knobs.raise_units(dict.fromkeys(names, reason), self.window, self.applied_steps, forever=True)
         if self._shadow is not None:
             self._shadow.restore()
         return True
-
-    def _start_trial(self) -> None:
-        # compiled graphs raise when they are compiled, and tracing through a mode would compile them anew
-        if not self._compilation.is_compiled:
-            self.trial = Trial()
-
-    def _finish_trial(self) -> None:
-        trial, self.trial = self.trial, None
-        if trial is None or not trial.failures:
-            return
-        for name, reason in trial.failures.items():
-            rank_zero_info(f"autoprec: {name} goes to fp32: {reason}")
-        before = self.knobs.precision_map()
-        self.knobs.raise_units(trial.failures, self.window + 1, self.applied_steps, forever=True)
-        if self.knobs.precision_map() != before:
-            self._start_trial()
-
-    def _pin_untouched(self) -> None:
-        """Reports units in fp32 that the user's own autocast(enabled=False) keeps there."""
-        if self.runtime.untouched:
-            reason = "the model switches autocast off around it"
-            names = sorted(self.runtime.untouched)
-            self.knobs.raise_units(dict.fromkeys(names, reason), self.window + 1, self.applied_steps, forever=True)
-            self.runtime.untouched.clear()
 
     # ---- steps ----
 
@@ -423,9 +393,8 @@ class Steering:
         self.history.load(state["history"])
         self.telemetry.load_state_dict(state["telemetry"])
         self.knobs.load_state_dict(state["knobs"])
-        self.trial = None
-        if self.knobs.is_steering:
-            self._start_trial()
+        self._rescue.end_trial()
+        self._rescue.start_trial()
         self._is_window_open = self._has_stepped = self._has_counted = self._found_inf = False
 
 

@@ -180,6 +180,18 @@ def test_script_in_yaml(tmp_path: Path) -> None:
     assert controller.epochs[1].clip == 2.0
 
 
+def test_saved_config_builds_the_same_controller(tmp_path: Path) -> None:
+    """What LightningCLI writes beside the logs must be good for a second run."""
+    policy = {"class_path": "autoprec.ScriptedController", "init_args": {"epochs": {1: {"clip": 2.0}}}}
+    document = {"trainer": {"callbacks": [{"class_path": NAME, "init_args": {"policy": policy}}]}}
+    (tmp_path / "first.yaml").write_text(yaml.safe_dump(document))
+    first = cli(["--config", str(tmp_path / "first.yaml")])
+    (tmp_path / "saved.yaml").write_text(first.parser.dump(first.config))
+    controller = built(["--config", str(tmp_path / "saved.yaml")]).controller
+    assert type(controller) is ScriptedController
+    assert controller.epochs[1].clip == 2.0
+
+
 def test_map_file_in_yaml(tmp_path: Path) -> None:
     (tmp_path / "map.yaml").write_text("version: 1\nprecision: {'net.*': bf16}\n")
     controller = from_yaml(tmp_path, {"policy": str(tmp_path / "map.yaml")}).controller

@@ -263,24 +263,24 @@ def test_c03_clip_requests(value: float, applied: float, outcome: str) -> None:
 
 def test_the_clip_follows_the_median_until_somebody_sets_it() -> None:
     knobs = knobs_of()
-    knobs.update_clip(2.0, 15, 15)
+    knobs.threshold.follow(2.0, 15, 15)
     assert math.isinf(knobs.clip)
-    knobs.update_clip(2.0, 16, 16)
-    knobs.update_clip(4.0, 17, 17)
+    knobs.threshold.follow(2.0, 16, 16)
+    knobs.threshold.follow(4.0, 17, 17)
     assert knobs.clip == 6.0
     (row,) = knobs.history
     assert (row.step, row.knob, row.before, row.applied) == (16, "clip", math.inf, 3.0)
-    knobs.update_clip(0.0, 18, 18)
-    knobs.update_clip(math.nan, 19, 19)
+    knobs.threshold.follow(0.0, 18, 18)
+    knobs.threshold.follow(math.nan, 19, 19)
     assert knobs.clip == 6.0
     apply(knobs, median=4.0, clip=1.0)
-    knobs.update_clip(100.0, 20, 20)
+    knobs.threshold.follow(100.0, 20, 20)
     assert knobs.clip == 1.0
 
 
 def test_the_trainers_own_clip_stays() -> None:
     knobs = knobs_of(base=Base(clip=3.0))
-    knobs.update_clip(100.0, 64, 64)
+    knobs.threshold.follow(100.0, 64, 64)
     assert knobs.clip == 3.0
 
 
@@ -393,14 +393,14 @@ def test_block_granularity_reaches_the_layers_through_the_rule() -> None:
 
 def test_a_notch_of_a_policy_keeps_following_the_median() -> None:
     knobs = knobs_of()
-    knobs.update_clip(2.0, 64, 1)
+    knobs.threshold.follow(2.0, 64, 1)
     assert knobs.clip == 3.0
     knobs.apply(Action(clip=6.0), 2, 100, 2.0, "policy 'rule'", {}, is_move=True)
     assert knobs.clip == 6.0
-    knobs.update_clip(1.0, 64, 3)
+    knobs.threshold.follow(1.0, 64, 3)
     assert knobs.clip == 3.0  # three times the median from here on
     apply(knobs, clip=5.0)
-    knobs.update_clip(1.0, 64, 4)
+    knobs.threshold.follow(1.0, 64, 4)
     assert knobs.clip == 5.0  # a request stays
 
 
