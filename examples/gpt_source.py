@@ -1,6 +1,7 @@
 """Trains a small byte-level GPT on the Python standard library's own source, with its precision under control.
 
-    python examples/gpt_source.py --steps 200
+    pip install .                                # once, in the checkout
+    python examples/gpt_source.py --steps 200    # a few minutes on 2 cores
 
 The only line about precision is the callback. Nothing is downloaded.
 """
@@ -19,6 +20,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from autoprec import AutoPrecisionCallback
+
+HEAD_WIDTH = 32
+INTERVAL = 10  # decides often, because this run is short
 
 
 class SourceBytes(Dataset[Tensor]):
@@ -48,7 +52,12 @@ class GPT(pl.LightningModule):
         self.embed = nn.Embedding(256, width)
         self.position = nn.Embedding(context, width)
         layer = nn.TransformerEncoderLayer(
-            width, nhead=width // 32, dim_feedforward=4 * width, dropout=0.0, activation="gelu", batch_first=True
+            width,
+            nhead=width // HEAD_WIDTH,
+            dim_feedforward=4 * width,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
         )
         self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 256)
@@ -76,11 +85,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--context", type=int, default=128)
     options = parser.parse_args()
+    for name, value in vars(options).items():
+        if value < 1:
+            parser.error(f"--{name} is {value}, and at least 1 is needed")
+    if options.width % HEAD_WIDTH:
+        parser.error(f"--width is {options.width}, and a multiple of {HEAD_WIDTH}, the width of a head, is needed")
 
     pl.seed_everything(0)
     data = SourceBytes(windows=8 * options.steps, length=options.context + 1)
     model = GPT(options.width, options.layers, options.context)
-    auto = AutoPrecisionCallback(interval=10)  # decides often, because this run is short
+    auto = AutoPrecisionCallback(interval=INTERVAL)
     trainer = pl.Trainer(
         max_epochs=1, callbacks=[auto], gradient_clip_val=1.0, logger=False, enable_checkpointing=False
     )
@@ -88,6 +102,9 @@ def main() -> None:
 
     print("formats at the end:", dict(Counter(auto.precision_map().values())))
     print("optimizer steps: applied", auto.applied_steps, "skipped", auto.skipped_steps)
+    if not auto.history:
+        print(f"no decision is on record: the first is due after {INTERVAL} steps")
+        return
     print("the last decisions:")
     for decision in auto.history[-5:]:
         print("  ", decision)

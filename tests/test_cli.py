@@ -1,11 +1,12 @@
 """The command line, in this process where it can be, in another where its end is the point.
 
-Time budget: 20 s; the demo from end to end and its interruption are `slow` (60 s).
+Time budget: 30 s; the demo from end to end and its interruption are `slow` (60 s).
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -13,18 +14,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from autoprec import __version__, cli
 from autoprec.demo import run
-from autoprec.demo.turns import RunError
+from autoprec.demo.results import ENOUGH_ROUNDS
+from autoprec.demo.tasks import INTERVAL, gpt_task
+from autoprec.demo.turns import MIN_ROUNDS, RunError
 
 CHECKOUT = Path(__file__).parents[1]
 LAST_LINE = re.compile(
-    r"demo: gpt_step_ratio=\d+\.\d{3} gpt_loss_diff=-?\d+\.\d{4}"
-    r" cnn_step_ratio=\d+\.\d{3} cnn_loss_diff=-?\d+\.\d{4} skipped=\d+ seconds=\d+"
+    r"demo: gpt_step_ratio=(\d+\.\d{3}|nan) gpt_loss_diff=-?\d+\.\d{4}"
+    r" cnn_step_ratio=(\d+\.\d{3}|nan) cnn_loss_diff=-?\d+\.\d{4} skipped=\d+ seconds=\d+"
 )
 
 
@@ -36,7 +40,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str
 
 def start(*words: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "COLUMNS": "80"}
-    command = [sys.executable, "-m", "autoprec.cli", *words]
+    command = [sys.executable, "-m", "autoprec", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -45,6 +49,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "Trainer(callbacks=[AutoPrecisionCallback()])" in out
     assert all(command in out for command in ("demo", "doctor", "version"))
+    assert "batch size" not in out  # not a knob yet
 
 
 def test_help_of_demo_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +57,14 @@ def test_help_of_demo_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "autoprec demo --quick" in out
     assert all(option in out for option in ("--out", "--minutes", "--threads"))
+    text = " ".join(out.split())
+    warmup = gpt_task().warmup
+    assert f"AutoPrecisionCallback(interval={INTERVAL})" in text
+    assert f"leaves out the first {warmup} steps of each run" in text
+    assert f"Whole run is the sum of all steps, those {warmup} included" in text
+    assert f"Fewer than {ENOUGH_ROUNDS} rounds give n/a" in text
+    assert f"{MIN_ROUNDS} rounds are made" in re.sub(r"[│ ]+", " ", text)
+    assert not re.search(r"\b(arms?|steered)\b", text)
 
 
 @pytest.mark.parametrize("words", [["version"], ["--version"]])
@@ -68,9 +81,23 @@ def test_doctor_tells_native_from_emulated(capsys: pytest.CaptureFixture[str]) -
     assert re.search(r"native +fp32", out)
     assert re.search(r"emulated .*fp16", out)
     assert re.search(r"extra +cli: installed", out)
+    assert re.search(r"not used yet: .*monitor", out)
 
 
-@pytest.mark.parametrize("words", [["dmo"], ["demo", "--threads", "0"], ["demo", "--minutes", "soon"]])
+def test_doctor_knows_every_extra_and_names_the_checkout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = (CHECKOUT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", section, flags=re.MULTILINE)) - {"all", "dev"}
+    assert {*cli._EXTRAS, *cli._UNUSED_EXTRAS} == extras
+    monkeypatch.setitem(cli._EXTRAS, "cli", ("typer", "no_such_module"))
+    _, out, _ = call(capsys, "doctor")
+    assert "cli: missing no_such_module: pip install '.[cli]' in a checkout" in out
+
+
+@pytest.mark.parametrize(
+    "words", [["dmo"], ["demo", "--threads", "0"], ["demo", "--minutes", "soon"], ["demo", "--minutes", "0.1"]]
+)
 def test_bad_words_end_with_code_2(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     code, _, err = call(capsys, *words)
     assert code == 2
@@ -84,14 +111,31 @@ def test_without_typer_it_says_what_to_install(
     code, out, err = call(capsys, "--help")
     assert (code, out) == (1, "")
     assert "needs `typer`" in err
-    assert "pip install 'autoprec[cli]'" in err
+    assert "pip install '.[cli]'" in err
+
+
+@pytest.mark.parametrize("below", ["", "folder"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, below: str
+) -> None:
+    monkeypatch.setattr(run, "run_demo", lambda settings: pytest.fail("the demo began"))
+    (tmp_path / "file").write_text("in the way")
+    code, out, err = call(capsys, "demo", "--out", str(tmp_path / "file" / below))
+    assert (code, out) == (2, "")
+    assert "--out" in err
+    assert "Traceback" not in err
+
+
+def test_module_runs_as_the_command() -> None:
+    out, err = (process := start("version")).communicate()
+    assert (process.returncode, out) == (0, f"autoprec {__version__}\n"), err
 
 
 def test_demo_says_at_once_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli._EXTRAS, "cli", ("typer", "no_such_module"))
     code, _, err = call(capsys, "demo")
     assert code == 1
-    assert "needs no_such_module. Run `pip install 'autoprec[cli]'`" in err
+    assert "needs no_such_module. Run `pip install '.[cli]'` in a checkout" in err
 
 
 def test_demo_that_fails_ends_with_code_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,11 +148,59 @@ def test_demo_that_fails_ends_with_code_1(capsys: pytest.CaptureFixture[str], mo
     assert err == "The run gpt/autoprec/seed 0 failed with 3 threads\n"
 
 
+def example(name: str, monkeypatch: pytest.MonkeyPatch, *words: str) -> Callable[[], None]:
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    specification = importlib.util.spec_from_file_location(name, CHECKOUT / "examples" / f"{name}.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    main: Callable[[], None] = module.main
+    return main
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("gpt_source", ("--steps", "0"), "--steps is 0, and at least 1 is needed"),
+        ("gpt_source", ("--layers", "-1"), "--layers is -1, and at least 1 is needed"),
+        ("gpt_source", ("--width", "16"), "--width is 16, and a multiple of 32"),
+        ("digits_cnn", ("--epochs", "0"), "--epochs is 0, and at least 1 is needed"),
+    ],
+)
+def test_examples_name_bad_arguments(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        example(name, monkeypatch, *words)()
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [("3", "the first is due after 10 steps"), ("12", "the last decisions:")]
+)
+def test_example_says_when_no_decision_was_due(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, steps: str, expected: str
+) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # the example sets both
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    example("gpt_source", monkeypatch, "--steps", steps, "--width", "32", "--layers", "1", "--context", "16")()
+    assert expected in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_quick_demo_from_end_to_end(tmp_path: Path) -> None:
     out, err = (process := start("demo", "--quick", "--threads", "1", "--out", str(tmp_path / "out"))).communicate()
     assert process.returncode == 0, err
+    assert out.startswith("autoprec demo: no new round after 6 minutes.")
+    assert "of fewer than 5 no ratio is made" in " ".join(out.split())
     assert LAST_LINE.fullmatch(out.splitlines()[-1])
+    assert "step_ratio=nan" in out.splitlines()[-1]
     document = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert document["threads"] == 1
     assert {run["arm"] for run in document["runs"]} == {"32-true", "bf16-mixed", "autoprec"}

@@ -22,10 +22,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from autoprec.demo import data
+from autoprec.demo import data, machine
 from autoprec.demo.messages import Done, Go, Ready, Turn
 from autoprec.demo.models import ByteGPT, DigitsCNN
-from autoprec.demo.picture import draw
+from autoprec.demo.picture import draw, merged_rows, smooth
 from autoprec.demo.record import write_json
 from autoprec.demo.results import (
     LossDifference,
@@ -33,10 +33,12 @@ from autoprec.demo.results import (
     Spread,
     loss_difference,
     loss_verdict,
+    pairs_of,
     step_ratio,
     time_verdict,
+    whole_ratio,
 )
-from autoprec.demo.run import DemoSettings, conditions
+from autoprec.demo.run import DemoSettings, beginning, conditions, show_progress
 from autoprec.demo.summary import TaskSummary, last_line, plain_words, summarise
 from autoprec.demo.table import build_table
 from autoprec.demo.tasks import ARMS, AUTOPREC, BASELINE, Arm, Material, Task, cnn_task, gpt_task
@@ -45,8 +47,8 @@ from autoprec.demo.turns import RunError, open_workers, run_in_turns
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
 
 LAST_LINE = re.compile(
-    r"demo: gpt_step_ratio=\d+\.\d{3} gpt_loss_diff=-?\d+\.\d{4}"
-    r" cnn_step_ratio=\d+\.\d{3} cnn_loss_diff=-?\d+\.\d{4} skipped=\d+ seconds=\d+"
+    r"demo: gpt_step_ratio=(\d+\.\d{3}|nan) gpt_loss_diff=-?\d+\.\d{4}"
+    r" cnn_step_ratio=(\d+\.\d{3}|nan) cnn_loss_diff=-?\d+\.\d{4} skipped=\d+ seconds=\d+"
 )
 
 
@@ -137,7 +139,7 @@ def test_gpt_does_not_look_ahead() -> None:
 
 
 def result(arm: str, seed: int, rounds: list[list[float]], loss: float = 1.0, task: str = "cnn") -> RunResult:
-    run = RunResult(task, arm, seed, "bf16 autocast", parameters=1000, final_loss=loss)
+    run = RunResult(task, arm, seed, "bf16 autocast", parameters=1000)
     for turn in rounds:
         run.add_turn(Turn(turn, [loss] * len(turn)))
         run.add_point(loss)
@@ -148,15 +150,32 @@ def result(arm: str, seed: int, rounds: list[list[float]], loss: float = 1.0, ta
 def test_ratio_is_taken_round_by_round_without_the_warmup() -> None:
     # the machine slows down threefold in the third round, and both arms with it; the first round is warm-up
     runs = [
-        result(BASELINE, 0, [[9.0, 9.0], [1.0, 1.0], [3.0, 3.0], [1.0, 1.0]]),
-        result(AUTOPREC, 0, [[0.1, 0.1], [1.5, 1.5], [4.5, 4.5], [1.5, 1.5]]),
+        result(BASELINE, 0, [[9.0, 9.0], [1.0, 1.0], [3.0, 3.0], *[[1.0, 1.0]] * 3]),
+        result(AUTOPREC, 0, [[0.1, 0.1], [1.5, 1.5], [4.5, 4.5], *[[1.5, 1.5]] * 3]),
     ]
-    assert step_ratio(runs, AUTOPREC, BASELINE, warmup=2) == Spread(1.5, 1.5, 1.5, 3)
+    assert step_ratio(runs, AUTOPREC, BASELINE, warmup=2) == Spread(1.5, 1.5, 1.5, 5)
 
 
-def test_ratio_without_a_finished_round_is_not_a_number() -> None:
-    runs = [result(BASELINE, 0, [[1.0]]), result(AUTOPREC, 0, [[1.0]])]
-    assert math.isnan(step_ratio(runs, AUTOPREC, BASELINE, warmup=5).median)
+def test_whole_ratio_holds_what_the_other_leaves_out() -> None:
+    turns = [[1.0, 1.0]] * 5
+    runs = [result(BASELINE, seed, [[1.0, 1.0], *turns]) for seed in range(3)]
+    runs += [result(AUTOPREC, seed, [[6.0, 2.0], *turns]) for seed in range(2)]  # slow at the start, then equal
+    assert step_ratio(runs, AUTOPREC, BASELINE, warmup=2).median == 1.0
+    assert whole_ratio(pairs_of(runs, AUTOPREC, BASELINE), warmup=2) == 18 / 12
+
+
+@pytest.mark.parametrize(("rounds", "is_number"), [(0, False), (4, False), (5, True)])
+def test_ratios_of_few_rounds_are_not_numbers(rounds: int, is_number: bool) -> None:
+    turns = [[1.0, 1.0]] * (1 + rounds)
+    # three seeds do not make up for rounds
+    runs = [result(arm, seed, turns) for arm in (BASELINE, AUTOPREC) for seed in range(3)]
+    assert math.isfinite(step_ratio(runs, AUTOPREC, BASELINE, warmup=2).median) is is_number
+    assert math.isfinite(whole_ratio(pairs_of(runs, AUTOPREC, BASELINE), warmup=2)) is is_number
+
+
+def test_the_loss_at_the_end_is_the_last_point_of_the_curve() -> None:
+    run = result(BASELINE, 0, [[1.0], [1.0]], 0.3)
+    assert (run.final_loss, run.points[-1]) == (0.3, (2, 2.0, 0.3))
 
 
 @pytest.mark.parametrize(
@@ -218,8 +237,8 @@ def test_shares_of_formats_are_of_parameters() -> None:
 # output
 
 
-def three_arms(task: str, slower: float) -> list[RunResult]:
-    rounds = [[0.010, 0.011, 0.012]] * 7
+def three_arms(task: str, slower: float, rounds_made: int = 7) -> list[RunResult]:
+    rounds = [[0.010, 0.011, 0.012]] * rounds_made
     runs = [result(arm, seed, rounds, 0.5 + seed / 100, task) for seed in range(3) for arm in ("32-true", BASELINE)]
     for seed in range(2):
         run = result(AUTOPREC, seed, [[step * slower for step in turn] for turn in rounds], 0.5, task)
@@ -229,9 +248,9 @@ def three_arms(task: str, slower: float) -> list[RunResult]:
     return runs
 
 
-def summary_of(task: str, slower: float) -> TaskSummary:
+def summary_of(task: str, slower: float, rounds_made: int = 7) -> TaskSummary:
     plan = Task(task, DigitsCNN, data.Split((), (), "made up"), _no_material, (), 21, 1, 3, warmup=3)
-    return summarise(plan, three_arms(task, slower))
+    return summarise(plan, three_arms(task, slower, rounds_made))
 
 
 def _no_material(split: data.Split, samples: int, seed: int) -> Material:
@@ -243,21 +262,73 @@ def test_table_fits_into_80_columns() -> None:
     console.print(build_table([summary_of("gpt", 1.5), summary_of("cnn", 0.5)]))
     text = console.export_text()
     assert "…" not in text
-    assert re.search(r"bf16-mixed +11\.0 +1\.00 +0\.5200 .*\n +seed 2 ", text)
-    assert re.search(r"autoprec +16\.5 +1\.50 +0\.5000 +2 +256 +bf16 99\.0%", text)
+    assert re.search(r"bf16-mixed +1\.00 +1\.00 +0\.5200 .*\n +seed 2 ", text)
+    assert re.search(r"autoprec +1\.50 +1\.50 +0\.5000 +2 +256 +bf16 99\.0%", text)
     assert "fp32 1.0%" in text
 
 
 def test_words_follow_the_numbers() -> None:
-    assert "  Time: autoprec is slower than bf16-mixed. A step takes 1.50 times" in "\n".join(
-        plain_words(summary_of("gpt", 1.5))
-    )
+    words = "\n".join(plain_words(summary_of("gpt", 1.5)))
+    assert "  Time: autoprec is slower than bf16-mixed. After the first 3 steps a step takes 1.50 times" in words
+    assert "  Whole run: all 21 steps together, the first 3 included, take 1.50 times" in words
     words = "\n".join(plain_words(summary_of("cnn", 0.5)))
-    assert "  Time: autoprec is faster than bf16-mixed. A step takes 0.50 times" in words
+    assert "  Time: autoprec is faster than bf16-mixed. After the first 3 steps a step takes 0.50 times" in words
     assert "no difference beyond what another seed makes" in words
     assert "Skipped: 2 optimizer steps" in words
     assert "no difference between autoprec and bf16-mixed" in "\n".join(plain_words(summary_of("cnn", 1.0)))
-    assert "threads: 2" in conditions(DemoSettings(), warmup=10)
+
+
+def test_too_few_rounds_give_no_number_anywhere() -> None:
+    summary = summary_of("gpt", 1.5, rounds_made=3)
+    words = "\n".join(plain_words(summary))
+    assert "  Time: n/a. Rounds after the first 3 steps: 2; of fewer than 5 no ratio is made. More `--minutes`" in words
+    assert "  Whole run: n/a" in words
+    assert "times as long" not in words
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(build_table([summary]))
+    assert re.search(r"autoprec +n/a +n/a +0\.5000 ", console.export_text())
+    line = last_line([summary, summary_of("cnn", 0.5)], 1.0)
+    assert LAST_LINE.fullmatch(line)
+    assert line.startswith("demo: gpt_step_ratio=nan ")
+
+
+def test_conditions_name_what_is_unusual() -> None:
+    text = " ".join(conditions(DemoSettings(threads=3), warmup=10))
+    for part in (
+        "threads: 3",
+        "AutoPrecisionCallback(interval=10): runs are short",
+        "The first 10 steps are left out",
+        "those 10 and autoprec's trial of new formats included",
+        "gradient_clip_val=1, which the callback leaves alone",
+    ):
+        assert part in text, part
+
+
+def test_the_beginning_says_what_is_done_in_any_case() -> None:
+    text = beginning((gpt_task(), cnn_task()), 1.0)
+    assert "no new round after 1 minutes" in text
+    assert "15 steps of each gpt run and 30 steps of each cnn run" in text
+
+
+def test_progress_is_shown_from_the_first_turn_where_there_is_no_terminal() -> None:
+    text, task = io.StringIO(), cnn_task()
+    run = result(AUTOPREC, 0, [[1.0]])
+    with show_progress(Console(file=text, width=120), task) as on_turn:
+        begun = text.getvalue()
+        on_turn(run)
+        first = text.getvalue()
+        on_turn(run)
+    assert "cnn: 9 runs of 200 steps" in begun
+    assert "cnn: starting a process for each run" in begun
+    assert first[len(begun) :].startswith("cnn: autoprec   seed 0  loss 1.000  0% of all steps")
+    assert text.getvalue() == first  # the next line comes with the next tenth
+
+
+def test_the_command_is_named_as_it_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/autoprec/__main__.py", "demo", "--threads", "3"])
+    assert machine.circumstances(3)["command"] == "python -m autoprec demo --threads 3"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/autoprec", "demo"])
+    assert machine.circumstances(3)["command"] == "autoprec demo"
 
 
 def test_last_line() -> None:
@@ -273,10 +344,31 @@ def test_json_and_picture(tmp_path: Path) -> None:
     write_json(tmp_path / "demo.json", {"threads": 2}, [summary_of("gpt", 1.5)], runs, 5.0)
     document = json.loads((tmp_path / "demo.json").read_text())
     assert document["tasks"][0]["step_ratio"] == pytest.approx(1.5)
+    assert document["tasks"][0]["whole_run_ratio"] == pytest.approx(1.5)
+    assert document["tasks"][0]["rows"][0]["whole_ratio"] == pytest.approx(1.0)
+    assert document["runs"][0]["final_loss"] == document["runs"][0]["points"][-1]["loss"]
     assert document["runs"][0]["losses"][3] is None
     assert document["runs"][6]["format_changes"][1] == {"step": 6, "formats": {"net.0": "fp32", "net.1": "bf16"}}
-    draw(runs, tmp_path / "demo.png", "made up")
+    draw(runs, tmp_path / "demo.png", "made up", 3)
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_units_that_went_the_same_way_share_a_row() -> None:
+    low, high = ("fp32", "bf16"), ("fp32", "fp32")
+    histories = {f"blocks.{index}.qkv": low for index in range(4)} | {"blocks.6.qkv": low, "blocks.7.qkv": high}
+    histories |= {"blocks.0.norm": high, "head": low, "a.0.b.1": low, "a.0.b.2": low}
+    assert merged_rows(histories) == {
+        "blocks.0-3,6.qkv": low,
+        "blocks.7.qkv": high,
+        "blocks.0.norm": high,
+        "head": low,
+        "a.0.b.1": low,
+        "a.0.b.2": low,
+    }
+
+
+def test_training_losses_are_smoothed_over_ten_steps() -> None:
+    assert smooth([float(value) for value in range(12)])[-3:] == [4.5, 5.5, 6.5]
 
 
 @pytest.mark.parametrize("values", [{"minutes": 0.0}, {"minutes": math.nan}, {"threads": 0}])
@@ -334,6 +426,7 @@ def test_an_arm_that_sleeps_shows_up_as_slower_and_nothing_else_differs(make_arm
     assert plain.losses == sleepy.losses
     assert plain.final_loss == sleepy.final_loss
     assert [step for step, _, _ in plain.points] == [0, 9, 18]
+    assert plain.final_loss == plain.points[-1][2]
     assert plain.done.applied_steps == 18
     assert plain.done.peak_bytes is None or plain.done.peak_bytes > 2**26
 

@@ -1,7 +1,7 @@
 """Data of the demo: the Python standard library's own source, and scikit-learn's digits.
 
 Both are on the machine already, so that nothing is downloaded. The order of the training samples is drawn once for a
-seed and is the same in every arm.
+seed and is the same in every run with that seed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def load_digits(held_out: int = 360) -> Split:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "The demo trains on scikit-learn's digits, and scikit-learn is not installed."
-            " Run `pip install 'autoprec[cli]'`."
+            " Run `pip install '.[cli]'` in a checkout of autoprec."
         ) from error
     pixels, labels = datasets.load_digits(return_X_y=True)
     images = torch.from_numpy(pixels).float().div_(16).view(-1, 1, 8, 8)

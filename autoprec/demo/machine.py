@@ -21,13 +21,18 @@ def circumstances(threads: int) -> dict[str, Any]:
         threads: Threads for one operation.
     """
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": f"{_program()} {shlex.join(sys.argv[1:])}",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"autoprec": __version__, "python": platform.python_version()}
         | {name: version(name) for name in ("torch", "lightning", "numpy", "scikit-learn")},
         "threads": threads,
         "machine": {"system": platform.platform(), "processor": processor_name(), "cores": os.cpu_count()},
     }
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "python -m autoprec" if name in ("__main__.py", "cli.py") else name
 
 
 def version(distribution: str) -> str:

@@ -15,9 +15,7 @@ class Go:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Compute the held-out loss now, on the batches of the curve or on all of them."""
-
-    final: bool
+    """Compute the held-out loss now."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The two models of the demo, written as anybody would write them for Lightning.
 
-Nothing here knows about precision: no autocast, no cast, no scaler. The same modules run in every arm.
+Nothing here knows about precision: no autocast, no cast, no scaler. The same modules run with and without autoprec.
 """
 
 from __future__ import annotations

@@ -34,14 +34,20 @@ def write_json(
 
 
 def _task(summary: TaskSummary) -> dict[str, Any]:
-    derived = {"step_ratio": summary.ratio.median, "loss_diff": summary.difference.value, "skipped": summary.skipped}
+    derived = {
+        "step_ratio": summary.ratio.median,
+        "whole_run_ratio": summary.whole_ratio,
+        "loss_diff": summary.difference.value,
+        "skipped": summary.skipped,
+    }
     return asdict(summary) | derived | {"words": plain_words(summary)}
 
 
 def _run(run: RunResult) -> dict[str, Any]:
     points = [{"step": step, "seconds": seconds, "loss": loss} for step, seconds, loss in run.points]
     changes = [{"step": step, "formats": formats} for step, formats in run.format_changes]
-    return asdict(run) | {"points": points, "format_changes": changes, "format_shares": run.format_shares()}
+    derived = {"final_loss": run.final_loss, "seconds": run.seconds, "format_shares": run.format_shares()}
+    return asdict(run) | {"points": points, "format_changes": changes} | derived
 
 
 def _finite(value: Any) -> Any:

@@ -12,8 +12,8 @@ from autoprec.demo.messages import Done, Turn
 SAME_TIME = 0.05
 """Step-time ratios nearer to 1 than this count as no difference."""
 
-ENOUGH_RATIOS = 5
-"""Fewer rounds than this are no ground for a verdict."""
+ENOUGH_ROUNDS = 5
+"""Of fewer rounds than this no ratio is made."""
 
 
 @dataclass
@@ -36,7 +36,6 @@ class RunResult:
     losses: list[float] = field(default_factory=list)
     points: list[tuple[int, float, float]] = field(default_factory=list)
     format_changes: list[tuple[int, dict[str, str]]] = field(default_factory=list)
-    final_loss: float = math.nan
     done: Done = field(default_factory=lambda: Done(None))
 
     def add_turn(self, turn: Turn) -> None:
@@ -46,13 +45,18 @@ class RunResult:
         self.format_changes += turn.formats
 
     def add_point(self, loss: float) -> None:
-        """Adds a point of the validation curve: steps and seconds trained so far, and the loss."""
+        """Adds a point of the held-out curve: steps and seconds trained so far, and the loss."""
         self.points.append((self.steps, self.seconds, loss))
 
     @property
     def steps(self) -> int:
         """Optimizer steps attempted."""
         return len(self.losses)
+
+    @property
+    def final_loss(self) -> float:
+        """The held-out loss at the end, which is the last point of the curve."""
+        return self.points[-1][2] if self.points else math.nan
 
     @property
     def seconds(self) -> float:
@@ -71,6 +75,10 @@ class RunResult:
             medians.append(statistics.median(turn) if steps >= warmup else None)
             steps += len(turn)
         return medians
+
+    def counted_rounds(self, warmup: int) -> int:
+        """Returns the number of rounds after the first ``warmup`` steps."""
+        return sum(median is not None for median in self.round_medians(warmup))
 
     def format_shares(self) -> dict[str, float]:
         """Returns the share of parameters in each format at the end, largest first; empty for a static run."""
@@ -113,20 +121,34 @@ def step_ratio(runs: Sequence[RunResult], arm: str, baseline: str, warmup: int) 
         warmup: First steps that do not count.
 
     Returns:
-        Median and quartiles of the ratios of both arms' median step times in a round; above 1 means slower.
+        Median and quartiles of the ratios of both arms' median step times in a round; above 1 means slower. NaN where
+        fewer than ``ENOUGH_ROUNDS`` rounds count.
     """
-    ratios: list[float] = []
-    for run in (run for run in runs if run.arm == arm):
-        other = next((other for other in runs if other.arm == baseline and other.seed == run.seed), None)
-        if other is not None:
-            ratios += _round_ratios(run, other, warmup)
-    return Spread.of(ratios)
+    ratios = (_round_ratios(run, other, warmup) for run, other in pairs_of(runs, arm, baseline))
+    return Spread.of([ratio for of_pair in ratios for ratio in of_pair])
 
 
-def repeat_ratio(runs: Sequence[RunResult], baseline: str, warmup: int) -> Spread:
-    """Returns the ratio of the baseline's second run to its first: what equal work differs by on this machine."""
-    first, second = [run for run in runs if run.arm == baseline][:2]
-    return run_ratio(second, first, warmup)
+def pairs_of(runs: Sequence[RunResult], arm: str, baseline: str) -> list[tuple[RunResult, RunResult]]:
+    """Returns each run of the arm with the baseline's run of the same seed, where there is one."""
+    others = {run.seed: run for run in runs if run.arm == baseline}
+    return [(run, others[run.seed]) for run in runs if run.arm == arm and run.seed in others]
+
+
+def whole_ratio(pairs: Sequence[tuple[RunResult, RunResult]], warmup: int) -> float:
+    """Compares the time of all steps, from the first to the last.
+
+    Args:
+        pairs: Runs with the runs that they are compared with.
+        warmup: First steps that do not count for the other ratio; they do for this one, and only say whether there are
+            enough rounds.
+
+    Returns:
+        Seconds in steps of the first runs by those of the second, above 1 means slower. NaN where fewer than
+        ``ENOUGH_ROUNDS`` rounds lie after the warm-up.
+    """
+    if not pairs or min(run.counted_rounds(warmup) for pair in pairs for run in pair) < ENOUGH_ROUNDS:
+        return math.nan
+    return sum(run.seconds for run, _ in pairs) / sum(other.seconds for _, other in pairs)
 
 
 def run_ratio(run: RunResult, other: RunResult, warmup: int) -> Spread:
@@ -135,6 +157,8 @@ def run_ratio(run: RunResult, other: RunResult, warmup: int) -> Spread:
 
 
 def _round_ratios(run: RunResult, other: RunResult, warmup: int) -> list[float]:
+    if run.counted_rounds(warmup) < ENOUGH_ROUNDS:
+        return []
     pairs = zip(run.round_medians(warmup), other.round_medians(warmup), strict=True)
     return [above / below for above, below in pairs if above is not None and below is not None]
 
@@ -192,7 +216,7 @@ def time_verdict(ratio: Spread, repeat: Spread) -> str:
         repeat: The same of two runs of the baseline. A ratio counts only if it is further from 1 than this one and
             than 5 %, and if its quartiles do not hold 1.
     """
-    if min(ratio.count, repeat.count) < ENOUGH_RATIOS:
+    if min(ratio.count, repeat.count) < ENOUGH_ROUNDS:
         return "too few rounds"
     noise = max(abs(math.log(repeat.median)), math.log1p(SAME_TIME))
     if ratio.low <= 1 <= ratio.high or abs(math.log(ratio.median)) <= noise:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich import box
@@ -11,16 +12,28 @@ from autoprec.demo.results import Spread
 from autoprec.demo.summary import Row, TaskSummary
 from autoprec.demo.tasks import AUTOPREC, BASELINE
 
+_HEADINGS = (
+    "trained\nwith",
+    f"step time /\n{BASELINE}",
+    f"whole run /\n{BASELINE}",
+    "held-out\nloss",
+    "skipped",
+    "peak\nMiB",
+)
+
 
 def build_table(summaries: Sequence[TaskSummary]) -> Table:
     """Returns one table with a section for each task.
 
+    There is no column of milliseconds: medians of whole runs are not paired, and beside the paired ratios they would
+    seem to contradict them wherever the machine's speed changed on the way.
+
     Args:
         summaries: What came out of the tasks.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for heading in ("arm", "ms per\nstep", f"time /\n{BASELINE}", "held-out\nloss", "skipped", "peak\nMiB"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    for index, heading in enumerate(_HEADINGS):
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     table.add_column("formats\nat the end", max_width=10)
     for summary in summaries:
         table.add_row(f"[bold underline]{summary.name}[/]")
@@ -33,8 +46,8 @@ def build_table(summaries: Sequence[TaskSummary]) -> Table:
 def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.label.replace(", ", "\n"),
-        f"{row.step_ms:.1f}",
         _spread(row.ratio),
+        _ratio(row.whole_ratio),
         _losses(row.losses),
         str(row.skipped),
         "?" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}",
@@ -42,9 +55,13 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def _ratio(ratio: float) -> str:
+    return "n/a" if math.isnan(ratio) else f"{ratio:.2f}"
+
+
 def _spread(spread: Spread) -> str:
-    if spread.low == spread.high:
-        return f"{spread.median:.2f}"
+    if math.isnan(spread.median) or spread.low == spread.high:
+        return _ratio(spread.median)
     return f"{spread.median:.2f}\n{spread.low:.2f}-{spread.high:.2f}"
 
 

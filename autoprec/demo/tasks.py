@@ -1,4 +1,4 @@
-"""What the demo trains and how: the arms that are compared, the two tasks, and their sizes.
+"""What the demo trains and how: the arms (ways of training) that are compared, the two tasks, and their sizes.
 
 The sizes are fixed numbers, measured on two cores, so that a run can be repeated; ``quick`` sizes only exercise the
 machinery and say nothing about speed or accuracy.
@@ -48,13 +48,11 @@ class Material:
 
     Args:
         train: Samples in the order in which they are trained on.
-        curve: Held-out batches for the points of the curve.
-        final: Held-out batches for the loss at the end.
+        held_out: Held-out batches, the same for every point of the curve and for the loss at the end.
     """
 
     train: Dataset[Any]
-    curve: list[tuple[Tensor, ...]]
-    final: list[tuple[Tensor, ...]]
+    held_out: list[tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,8 @@ class Task:
         steps: Optimizer steps of every run.
         batch_size: Samples in a step.
         turn: Steps that a run takes before the next run has its turn.
-        warmup: First steps that do not count for the step time.
-        points: Points of the validation curve after its start.
-        final_cost: Duration of the evaluation at the end, in evaluations for a point of the curve.
+        warmup: First steps that are left out of the paired step time; those of the whole run hold them.
+        points: Points of the held-out curve after its start; the last one is the loss at the end.
     """
 
     name: str
@@ -85,7 +82,6 @@ class Task:
     turn: int
     warmup: int = 10
     points: int = 5
-    final_cost: float = 1.0
 
 
 def steered_callbacks() -> list[pl.Callback]:
@@ -112,17 +108,16 @@ def gpt_task(arms: Sequence[Arm] = ARMS, quick: bool = False) -> Task:
     again = tuple((arm, 1) for arm in arms if arm.name == BASELINE)
     runs = tuple((arm, 0) for arm in arms) + again
     context = 32 if quick else 128
-    curve_batches, final_batches = (1, 2) if quick else (4, 16)
     task = Task(
         name="gpt",
         model=partial(ByteGPT, context=context),
         split=data.load_source(),
-        material=partial(_gpt_material, context=context, batch_size=4, batches=(curve_batches, final_batches)),
+        material=partial(_gpt_material, context=context, batch_size=4, batches=2 if quick else 10),
         runs=runs,
         steps=220,
         batch_size=4,
         turn=5,
-        final_cost=final_batches / curve_batches,
+        points=4,
     )
     if not quick:
         return task
@@ -153,21 +148,18 @@ def cnn_task(arms: Sequence[Arm] = ARMS, quick: bool = False) -> Task:
 
 
 def _gpt_material(
-    split: data.Split, samples: int, seed: int, *, context: int, batch_size: int, batches: tuple[int, int]
+    split: data.Split, samples: int, seed: int, *, context: int, batch_size: int, batches: int
 ) -> Material:
     length = context + 1
     train = data.Windows(split.train[0], data.random_offsets(len(split.train[0]), length, samples, seed), length)
     text = split.held_out[0]
-    curve, final = (
-        _batches(data.Windows(text, data.spread_offsets(len(text), length, count * batch_size), length), batch_size)
-        for count in batches
-    )
-    return Material(train, curve, final)
+    windows = data.Windows(text, data.spread_offsets(len(text), length, batches * batch_size), length)
+    return Material(train, _batches(windows, batch_size))
 
 
 def _cnn_material(split: data.Split, samples: int, seed: int) -> Material:
     train = data.Picks(split.train, data.shuffled_passes(len(split.train[0]), samples, seed))
-    return Material(train, [split.held_out], [split.held_out])
+    return Material(train, [split.held_out])
 
 
 def _batches(windows: data.Windows, batch_size: int) -> list[tuple[Tensor, ...]]:

@@ -23,6 +23,7 @@ from autoprec.demo.tasks import Arm, Task
 from autoprec.demo.worker import serve
 
 MIN_ROUNDS = 3
+"""Rounds that are made whatever the time."""
 
 _R = TypeVar("_R", Ready, Turn, Evaluated, Done)
 
@@ -162,11 +163,9 @@ def run_in_turns(
             worker.result.parameters = worker.receive(Ready).parameters
         started = time.monotonic()
         _add_points(workers)
-        # the last evaluations: one more point, and the loss on all batches
-        reserve_s = (time.monotonic() - started) * (1 + task.final_cost)
-        _take_turns(task, workers, deadline - reserve_s, on_turn)
+        evaluation_s = time.monotonic() - started  # once more at the end
+        _take_turns(task, workers, deadline - evaluation_s, on_turn)
         for worker in workers:
-            worker.result.final_loss = worker.ask(Evaluate(final=True), Evaluated).loss
             worker.result.done = worker.ask(Finish(), Done)
         return [worker.result for worker in workers]
 
@@ -189,4 +188,4 @@ def _take_turns(task: Task, workers: list[Worker], deadline: float, on_turn: Cal
 
 def _add_points(workers: list[Worker]) -> None:
     for worker in workers:
-        worker.result.add_point(worker.ask(Evaluate(final=False), Evaluated).loss)
+        worker.result.add_point(worker.ask(Evaluate(), Evaluated).loss)

@@ -105,7 +105,7 @@ class Gate(pl.Callback):
         while True:
             command: Command = self._connection.recv()
             if isinstance(command, Evaluate):
-                self._send(Evaluated(self._evaluate(module, command.final)))
+                self._send(Evaluated(self._evaluate(module)))
             elif isinstance(command, Go):
                 self._open_steps, self._is_last = command.steps, command.last
                 return
@@ -113,11 +113,10 @@ class Gate(pl.Callback):
                 assert isinstance(command, Finish), f"unknown command {command!r}"
                 return
 
-    def _evaluate(self, module: pl.LightningModule, final: bool) -> float:
+    def _evaluate(self, module: pl.LightningModule) -> float:
         self._plain.load_state_dict(module.state_dict())
-        batches = self._material.final if final else self._material.curve
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            losses = [float(self._plain.loss(batch)) for batch in batches]  # type: ignore[operator]
+            losses = [float(self._plain.loss(batch)) for batch in self._material.held_out]  # type: ignore[operator]
         return sum(losses) / len(losses)
 
     def _send(self, reply: Reply) -> None:
