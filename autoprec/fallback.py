@@ -79,7 +79,9 @@ class Fallback:
             NonFiniteTrainingError: If everything runs in fp32 and steps keep being skipped.
         """
         guard = self._knobs.guard
-        is_backing_off = self._knobs.loss_scale.scale > max(self._knobs.loss_scale.config.floor, 1.0)
+        # a scaler that is only observed may start anywhere; its way down is not a failure of training
+        scale = self._knobs.loss_scale
+        is_backing_off = not self._knobs.runs_in_fp32 and scale.scale > max(scale.config.floor, 1.0)
         verdict = guard.on_skipped(self._knobs.is_all_wide, is_backing_off, optimizer)
         if verdict is Verdict.STOP:
             where = self._first_offender(gradients) or "unknown"
@@ -125,7 +127,7 @@ class Fallback:
     def _tell_of_bad_data(self, window: int) -> None:
         if not self._has_told_of_data:
             self._has_told_of_data = True
-            rank_zero_warn(
+            rank_zero_info(
                 f"autoprec: the batch of window {window} holds inf or NaN. Its step was skipped, and so will be others"
                 " like it; no layer is to blame."
             )

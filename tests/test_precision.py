@@ -226,7 +226,8 @@ def test_a16_lbfgs_counts_steps_not_closure_calls(formats: dict[str, str]) -> No
 
 def test_initial_formats_are_on_record() -> None:
     callback = AutoPrecisionCallback(interval=100, verbose=False)
-    fit(AutoPrecision({"net.0": "int8", "net.?": "bf16", "nothing": "fp16"}), callbacks=[callback])
+    with pytest.warns(UserWarning, match="no unit is called 'nothing'"):
+        fit(AutoPrecision({"net.0": "int8", "net.?": "bf16", "nothing": "fp16"}), callbacks=[callback])
     rows = {d.unit or d.reason: (d.applied, d.outcome) for d in callback.history if d.knob == "precision"}
     assert rows["net.0"] == ("int8", "applied")
     assert rows["net.2"] == ("bf16", "applied")

@@ -333,6 +333,10 @@ def state_of_generators() -> dict[str, Any]:
     }
 
 
+# of progress bars and of tests that start processes; they come and go on their own
+_FOREIGN_THREADS = {"tqdm_monitor", "child-process-observer"}
+
+
 def state_of_process() -> dict[str, Any]:
     """Global flags, environment, mode stacks and functions that a tool may replace."""
     state: dict[str, Any] = {
@@ -342,7 +346,7 @@ def state_of_process() -> dict[str, Any]:
         "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
         "default dtype": torch.get_default_dtype(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "threads": (torch.get_num_threads(), sorted(thread.name for thread in threading.enumerate())),
+        "threads": (torch.get_num_threads(), sorted({t.name for t in threading.enumerate()} - _FOREIGN_THREADS)),
         "matmul": (torch.get_float32_matmul_precision(), torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark),
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
