@@ -6,13 +6,10 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
-from torch.utils._pytree import tree_map
 
 from autoprec.ops import global_norm, grad_norms, scale_
 
@@ -143,40 +140,65 @@ BARE_BACKWARD = (
 )
 
 
+class _Mark(NamedTuple):
+    """What is known of a gradient that holds a scaled loss."""
+
+    grad: weakref.ref[Tensor]
+    version: int
+    scale: float
+
+
 class ScaleMarks:
-    """Knows which gradients hold a scaled loss, where the user may also call ``loss.backward()``."""
+    """Knows which gradients hold a scaled loss, and which scale, where the user may also call ``loss.backward()``.
+
+    With several optimizers some gradients may wait for their step while the scale moves on; they are brought along.
+    """
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[Tensor, int]] = {}
-        self._marks: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._marks: dict[int, _Mark] = {}
 
-    def begin(self, root: nn.Module) -> None:
-        """Looks at every gradient of a model before a backward of a scaled loss."""
+    def begin(self, root: nn.Module, scale: float) -> None:
+        """Looks at every gradient of a model before a backward of a loss that was scaled by ``scale``."""
+        self.follow(list(root.parameters()), scale)
         self._before = {id(p): (p.grad, p.grad._version) for p in root.parameters() if p.grad is not None}
 
-    def end(self, root: nn.Module) -> None:
+    def end(self, root: nn.Module, scale: float) -> None:
         """Marks the gradients that the backward has written."""
+        written = []
         for parameter in root.parameters():
-            grad = parameter.grad
-            if grad is None:
-                continue
             old, version = self._before.get(id(parameter), (None, 0))
-            if old is not grad or version != grad._version:
-                self._marks[id(parameter)] = (weakref.ref(grad), grad._version)
+            grad = parameter.grad
+            if grad is not None and (old is not grad or version != grad._version):
+                written.append(parameter)
+        self.mark(written, scale)
         self._before = {}
 
-    def mark(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Marks gradients that hold a scaled loss."""
+    def mark(self, parameters: Sequence[nn.Parameter], scale: float) -> None:
+        """Marks gradients that hold a loss scaled by ``scale``."""
         for parameter in parameters:
             if parameter.grad is not None:
-                self._marks[id(parameter)] = (weakref.ref(parameter.grad), parameter.grad._version)
+                self._marks[id(parameter)] = _Mark(weakref.ref(parameter.grad), parameter.grad._version, scale)
 
-    def take(self, parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], bool]:
-        """Forgets the marks of some parameters.
+    def follow(self, parameters: Sequence[nn.Parameter], scale: float) -> None:
+        """Brings gradients that hold another scale, because it moved since their backward, to the current one."""
+        for parameter in parameters:
+            mark, grad = self._marks.get(id(parameter)), parameter.grad
+            if mark is None or grad is None or mark.scale == scale:
+                continue
+            is_untouched = mark.grad() is grad and mark.version == grad._version
+            with torch.no_grad():
+                scale_([grad], scale / mark.scale)
+            version = grad._version if is_untouched else -1  # a doubt stays a doubt
+            self._marks[id(parameter)] = _Mark(mark.grad if not is_untouched else weakref.ref(grad), version, scale)
+
+    def take(self, parameters: Sequence[nn.Parameter], scale: float) -> tuple[list[nn.Parameter], bool]:
+        """Forgets the marks of some parameters, whose gradients hold the current scale from here on.
 
         Returns:
             Those whose gradient was never scaled, and whether that, or a later change of another one, needs a warning.
         """
+        self.follow(parameters, scale)
         bare: list[nn.Parameter] = []
         is_doubtful = False
         for parameter in parameters:
@@ -185,59 +207,10 @@ class ScaleMarks:
                 continue
             if mark is None:
                 bare.append(parameter)
-            elif mark[0]() is not grad or mark[1] != grad._version:
+            elif mark.grad() is not grad or mark.version != grad._version:
                 is_doubtful = True  # combined from scaled gradients, most likely; GradScaler would unscale them, too
         return bare, bool(bare) or is_doubtful
 
 
 def _dense(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
-
-
-_repeats_closure: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
-
-
-class StepUndo:
-    """Puts an optimizer back that had updated something before its closure turned out non-finite.
-
-    Torch's own optimizers but LBFGS evaluate the closure once, before any update, and need nothing. A foreign optimizer
-    is copied at its first step to learn whether it does the same (sharpness-aware optimizers do not).
-
-    Args:
-        optimizer: The optimizer about to step.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        cls = type(optimizer)
-        is_known = cls.__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
-        needs_copy = not is_known and _repeats_closure.get(cls, True) and isinstance(optimizer, Optimizer)
-        self._weights = _copies(optimizer) if needs_copy else None
-        self._state = optimizer.state_dict() if needs_copy else None
-        if self._state is not None:
-            self._state = _cloned(self._state)
-
-    def learn(self, closure_calls: int) -> None:
-        """Remembers how often this kind of optimizer evaluates its closure."""
-        cls = type(self._optimizer)
-        _repeats_closure[cls] = (
-            _repeats_closure.get(cls, False) or closure_calls > 1 or isinstance(self._optimizer, LBFGS)
-        )
-
-    def restore(self, closure_calls: int) -> None:
-        """Undoes a step that was left at the given closure call; the first one comes before any update."""
-        if self._weights is None or self._state is None or closure_calls <= 1:
-            return
-        with torch.no_grad():
-            for parameter, value in self._weights:
-                parameter.copy_(value)
-        self._optimizer.load_state_dict(self._state)
-
-
-def _copies(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [(parameter, parameter.detach().clone()) for parameter in parameters]
-
-
-def _cloned(state: Any) -> Any:
-    return tree_map(lambda value: value.detach().clone() if isinstance(value, Tensor) else value, state)

@@ -44,11 +44,20 @@ def restrict_for_lbfgs(knobs: Knobs) -> None:
             "fp16 and the LBFGS optimizer exclude each other: fp16 needs a loss scale, which cannot act inside LBFGS's"
             " line search. Choose bf16 or fp32, or another optimizer."
         )
-    reason = "LBFGS evaluates its closure several times a step and excludes a loss scale"
-    knobs.masked["loss_scale"] = knobs.restrictions["fp16"] = reason
+    forbid_loss_scale(knobs, "LBFGS evaluates its closure several times a step and excludes a loss scale")
     if "clip" not in knobs.masked:
         knobs.masked["clip"] = "LBFGS compares gradients of several closure calls, which clipping would distort"
         knobs.threshold.leave()
+
+
+def forbid_loss_scale(knobs: Knobs, reason: str) -> None:
+    """Keeps fp16, and with it the loss scale, out of a fit that does without so far.
+
+    Args:
+        knobs: Knobs of the fit.
+        reason: Why.
+    """
+    knobs.masked["loss_scale"] = knobs.restrictions["fp16"] = reason
     for unit in knobs.units.values():
         unit.legal = tuple(name for name in unit.legal if name != "fp16")
 

@@ -28,14 +28,15 @@ from autoprec.action import Action
 from autoprec.base import Base
 from autoprec.bypass import StepGuard
 from autoprec.config import AutoPrecisionConfig
-from autoprec.gradients import Gradients, StepUndo
+from autoprec.gradients import Gradients
 from autoprec.history import History
-from autoprec.masks import clip_of, has_gradient_hooks, masks_of, restrict_for_lbfgs
+from autoprec.masks import clip_of, forbid_loss_scale, has_gradient_hooks, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
 from autoprec.regions import evaluation_region, formats_region, recomputation_region
 from autoprec.retry import StepRetry
 from autoprec.settings import checked_settings
 from autoprec.steering import STATE_VERSION, Steering, check_version
+from autoprec.undo import StepUndo
 from autoprec.units import find_units
 from autoprec.wrapped import WrappedPrecision
 
@@ -89,7 +90,6 @@ class AutoPrecision(WrappedPrecision):
         self.precision = self.base.precision
         self.steering: Steering | None = None
         self._gradients: dict[int, Gradients] = {}
-        self._closure_calls = 0
         self._retry: StepRetry | None = None
         self._step_guard: StepGuard | None = None
         self._has_hooks = False
@@ -139,7 +139,10 @@ class AutoPrecision(WrappedPrecision):
             if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
                 restrict_for_lbfgs(steering.knobs)
             steering.schedules.attach(lr_schedulers, steering.is_automatic, self._is_in_batch)
-            self._step_guard = StepGuard(optimizers, steering.knobs.loss_scale)
+            knobs = steering.knobs
+            self._step_guard = StepGuard(
+                steering.root, optimizers, knobs.loss_scale, functools.partial(forbid_loss_scale, knobs)
+            )
         return self.base.connect(model, optimizers, lr_schedulers)
 
     def teardown(self) -> None:
@@ -201,8 +204,12 @@ class AutoPrecision(WrappedPrecision):
                 yield
             return
         steering.begin_step()
-        with self.base.train_step_context(), formats_region(steering, is_training=True):
-            yield
+        steering.is_in_step = True
+        try:
+            with self.base.train_step_context(), formats_region(steering, is_training=True):
+                yield
+        finally:
+            steering.is_in_step = False
 
     @contextlib.contextmanager
     def val_step_context(self) -> Generator[None, None, None]:
@@ -265,18 +272,17 @@ class AutoPrecision(WrappedPrecision):
         steering = self._active
         if steering is None:
             return self.base.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        self._closure_calls = 0
         undo = StepUndo(optimizer)
-        wrapped = functools.partial(self._checked_closure, steering, optimizer, model, closure)
+        wrapped = functools.partial(self._checked_closure, steering, optimizer, model, closure, undo)
         try:
-            with contextlib.nullcontext() if self._step_guard is None else self._step_guard.expected():
+            with self._expecting_steps(True):
                 result = optimizer.step(closure=wrapped, **kwargs)
         except _StepSkipped as skip:
-            undo.restore(self._closure_calls)
+            undo.restore()
             steering.schedules.note(optimizer, is_skipped=True)
             steering.on_skipped(self._gradients.pop(id(optimizer), None), _index(model.trainer, optimizer))
             return skip.result
-        undo.learn(self._closure_calls)
+        undo.learn()
         steering.schedules.note(optimizer, is_skipped=False)
         gradients = self._gradients.pop(id(optimizer), None)
         has_backward = steering.backwards > 0 or not steering.is_automatic
@@ -287,12 +293,17 @@ class AutoPrecision(WrappedPrecision):
         return result
 
     def _checked_closure(
-        self, steering: Steering, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any]
+        self,
+        steering: Steering,
+        optimizer: Any,
+        model: pl.LightningModule,
+        closure: Callable[[], Any],
+        undo: StepUndo,
     ) -> Any:
-        if self._closure_calls:
+        if undo.note_call() > 1:
             self._gradients.pop(id(optimizer), None)
-        self._closure_calls += 1
-        result = closure()
+        with self._expecting_steps(False):
+            result = closure()
         is_clipped_by_user = id(optimizer) in self._gradients
         gradients = self._unscaled(steering, optimizer)
         if result is None and model.automatic_optimization and not gradients.parameters:
@@ -310,6 +321,9 @@ class AutoPrecision(WrappedPrecision):
         if steering.is_sampling and gradients.parameters:
             steering.sample(gradients)
         return result
+
+    def _expecting_steps(self, is_expected: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._step_guard is None else self._step_guard.expecting(is_expected)
 
     def _unscaled(self, steering: Steering, optimizer: Any) -> Gradients:
         """The optimizer's gradients, brought back to the unscaled loss exactly once per step."""

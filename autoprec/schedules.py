@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
 from autoprec.config import AutoPrecisionConfig
-from autoprec.lookalike import lookalike, undo_lookalike
+from autoprec.lookalike import lookalike, registers_subclasses, undo_lookalike
 
 
 @dataclass
@@ -60,8 +62,14 @@ class ScheduleHold:
             if config.reduce_on_plateau or (is_automatic and config.interval != "step"):
                 continue
             held = _Held(config.scheduler)
-            self._swap(held, is_in_batch)
-            self._held.append(held)
+            obstacle = self._swap(held, is_in_batch)
+            if obstacle is None:
+                self._held.append(held)
+            else:
+                rank_zero_warn(
+                    f"autoprec: the schedule `{type(config.scheduler).__qualname__}` moves on skipped steps, too:"
+                    f" {obstacle}."
+                )
 
     def detach(self) -> None:
         """Gives all schedules their own class back."""
@@ -86,7 +94,12 @@ class ScheduleHold:
             for held, (attempted, skipped) in zip(self._held, state, strict=True):
                 held.attempted, held.skipped = attempted, skipped
 
-    def _swap(self, held: _Held, is_in_batch: Callable[[], bool]) -> None:
+    def _swap(self, held: _Held, is_in_batch: Callable[[], bool]) -> str | None:
+        """Swaps the class of a schedule; returns why it could not, ``None`` if it could."""
+        if "step" in getattr(held.scheduler, "__dict__", {}):
+            return "its `step` is replaced on the instance"
+        if registers_subclasses(type(held.scheduler)):
+            return "its class runs code when it is extended (`__init_subclass__`)"
 
         def make(base_step: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(base_step)
@@ -95,4 +108,8 @@ class ScheduleHold:
 
             return step
 
-        held.scheduler.__class__ = lookalike(type(held.scheduler), "step", make)
+        try:
+            held.scheduler.__class__ = lookalike(type(held.scheduler), "step", make)
+        except TypeError as error:
+            return f"its class cannot be extended ({error})"
+        return None

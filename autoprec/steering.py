@@ -56,6 +56,7 @@ class Steering:
         user_skipped_steps: Windows in which ``training_step`` returned no loss.
         is_sampling: Whether the current window is measured in detail for a decision.
         samples: Windows measured in detail so far.
+        is_in_step: Whether ``training_step`` is running.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Steering:
         self.is_sampling = False
         self.samples = 0
         self.backwards = 0
+        self.is_in_step = False
         self._root: nn.Module | None = root
         self._shadow: BufferShadow | None = BufferShadow(root)
         self._pending: list[Action] = []
@@ -103,6 +105,12 @@ class Steering:
         self.knobs.map_limit = self._compilation.map_limit
         self._rescue = Rescue(self.knobs, self.runtime, self._compilation)
         self._rescue.start_trial()  # the Trainer's own fp16 is probed like any other map
+
+    @property
+    def root(self) -> nn.Module:
+        """The model, while the fit lasts."""
+        assert self._root is not None, "the fit is over"
+        return self._root
 
     @property
     def trial(self) -> Trial | None:
@@ -304,14 +312,15 @@ class Steering:
         if self.is_automatic or not self.knobs.loss_scale.enabled:
             yield
             return
-        self._marks.begin(root)
+        scale = self.knobs.loss_scale.scale
+        self._marks.begin(root, scale)
         yield
-        self._marks.end(root)
+        self._marks.end(root, scale)
 
     def note_rescaled(self, parameters: Sequence[nn.Parameter]) -> None:
         """Notes that gradients which a clipping had unscaled hold a scaled loss again."""
         if not self.is_automatic:
-            self._marks.mark(parameters)
+            self._marks.mark(parameters, self.knobs.loss_scale.scale)
 
     def take_bare(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Returns the parameters whose gradients come from a backward that scaled no loss; warns once.
@@ -321,7 +330,7 @@ class Steering:
         """
         if self.is_automatic or not self.knobs.loss_scale.enabled:
             return []
-        bare, is_doubtful = self._marks.take(parameters)
+        bare, is_doubtful = self._marks.take(parameters, self.knobs.loss_scale.scale)
         if is_doubtful and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(BARE_BACKWARD)
@@ -356,7 +365,8 @@ class Steering:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that a resumed run needs, as primitives."""
-        self.finish_window()
+        if not self.is_in_step:  # saving must not split the window of a step with several optimizers
+            self.finish_window()
         return {
             "version": STATE_VERSION,
             "window": self.window,

@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autoprec.gradients import Gradients, ScaleMarks, StepUndo
+from autoprec.gradients import Gradients, ScaleMarks
 
 
 def parameters(*grads: Tensor | None) -> list[nn.Parameter]:
@@ -244,13 +243,13 @@ def test_a14_marks_tell_scaled_gradients_from_others() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first, second = list(net[0].parameters()), list(net[1].parameters())
     marks = ScaleMarks()
-    marks.begin(net)
+    marks.begin(net, 8.0)
     backward(net, 0)
-    marks.end(net)
+    marks.end(net, 8.0)
     backward(net, 1)
     gc.collect()
-    assert marks.take(first) == ([], False)
-    bare, is_doubtful = marks.take(second)
+    assert marks.take(first, 8.0) == ([], False)
+    bare, is_doubtful = marks.take(second, 8.0)
     assert is_doubtful
     assert all(a is b for a, b in zip(bare, second, strict=True))
 
@@ -258,120 +257,38 @@ def test_a14_marks_tell_scaled_gradients_from_others() -> None:
 def test_a14_a_bare_backward_on_top_of_a_scaled_one_is_doubtful() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
     marks = ScaleMarks()
-    marks.begin(net)
+    marks.begin(net, 8.0)
     backward(net, 0)
-    marks.end(net)
+    marks.end(net, 8.0)
     backward(net, 0)
-    assert marks.take(list(net.parameters())) == ([], True)
+    assert marks.take(list(net.parameters()), 8.0) == ([], True)
 
 
 def test_a14_marks_of_an_earlier_step_do_not_count() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
     made, marks = list(net.parameters()), ScaleMarks()
     for _ in range(2):
-        marks.begin(net)
+        marks.begin(net, 8.0)
         backward(net, 0)
-        marks.end(net)
-        assert marks.take(made) == ([], False)
+        marks.end(net, 8.0)
+        assert marks.take(made, 8.0) == ([], False)
         net.zero_grad()
     backward(net, 0)
-    bare, is_doubtful = marks.take(made)
+    bare, is_doubtful = marks.take(made, 8.0)
     assert is_doubtful
     assert len(bare) == 2
 
 
-# ---- undoing a step that had begun ----
-
-
-class TwoCalls(torch.optim.SGD):
-    """Moves the weights between two calls of its closure, as sharpness-aware optimizers do."""
-
-    def step(self, closure: Any = None) -> Any:
-        closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.add_(100.0)
-        result = closure()
-        super().step()
-        return result
-
-
-class OneCall(torch.optim.SGD):
-    """A foreign optimizer that does what torch's own do."""
-
-    def step(self, closure: Any = None) -> Any:
-        result = closure()
-        super().step()
-        return result
-
-
-class StoppedError(Exception):
-    pass
-
-
-def step(optimizer: torch.optim.Optimizer, fails_at: int, made: Sequence[nn.Parameter]) -> None:
-    calls = 0
-
-    def closure() -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == fails_at:
-            raise StoppedError
-        for parameter in made:
-            parameter.grad = torch.ones_like(parameter)
-        return torch.zeros(())
-
-    undo = StepUndo(optimizer)
-    try:
-        optimizer.step(closure)  # type: ignore[arg-type]
-        undo.learn(calls)
-    except StoppedError:
-        undo.restore(calls)
-
-
-@pytest.mark.parametrize("fails_at", [1, 2])
-def test_a16_an_optimizer_that_calls_twice_is_put_back(fails_at: int) -> None:
-    made = parameters(torch.ones(3))
-    optimizer = TwoCalls(made, lr=0.1, momentum=0.9)
-    step(optimizer, 0, made)
-    weights, state = made[0].detach().clone(), copy.deepcopy(optimizer.state_dict())
-    step(optimizer, fails_at, made)
-    assert torch.equal(made[0], weights)
-    assert optimizer.state_dict()["state"].keys() == state["state"].keys()
-    buffers = [s["state"][0]["momentum_buffer"] for s in (optimizer.state_dict(), state)]
-    assert torch.equal(*buffers)
-
-
-def test_a16_a_failing_first_step_of_an_unknown_optimizer_is_put_back() -> None:
-    class Unknown(TwoCalls):
-        pass
-
-    made = parameters(torch.ones(3))
-    step(Unknown(made, lr=0.1), 2, made)
-    assert torch.equal(made[0], torch.zeros(3))
-
-
-def test_optimizers_that_call_once_are_copied_at_most_once() -> None:
-    made = parameters(torch.ones(3))
-    assert StepUndo(torch.optim.Adam(made))._weights is None
-    foreign = OneCall(made, lr=0.1)
-    step(foreign, 0, made)
-    assert StepUndo(foreign)._weights is None
-    assert StepUndo(torch.optim.LBFGS(made))._weights is not None
-
-
-class Pair(NamedTuple):
-    average: Tensor
-    steps: int
-
-
-def test_state_of_an_unknown_optimizer_may_hold_named_tuples() -> None:
-    class Foreign(torch.optim.Optimizer):
-        def step(self, closure: Any = None) -> Any:
-            return closure()
-
-    weight = nn.Parameter(torch.zeros(2))
-    optimizer = Foreign([weight], {"lr": 0.1})
-    optimizer.state[weight]["pair"] = Pair(torch.ones(2), 3)
-    assert StepUndo(optimizer)._state is not None  # torch's own load_state_dict cannot take them back
+@pytest.mark.parametrize("moves", [(2.0, 2.0), (8.0, 2.0), (2.0, 8.0)])
+def test_a05_gradients_that_wait_follow_the_scale(moves: tuple[float, float]) -> None:
+    """Two backwards under different scales before one step: the sum is that of two unscaled ones."""
+    net = nn.Linear(2, 2)
+    made, marks = list(net.parameters()), ScaleMarks()
+    for scale in moves:
+        marks.begin(net, scale)
+        (net(torch.ones(2)).sum() * scale).backward()
+        marks.end(net, scale)
+    last = 4.0  # it moved once more before the step
+    assert marks.take(made, last) == ([], False)
+    assert net.weight.grad is not None
+    assert torch.equal(net.weight.grad, torch.full((2, 2), 2 * last))

@@ -612,6 +612,19 @@ def test_states_are_never_empty() -> None:
     assert seen == [True]
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no:UserWarning")
+def test_saving_between_two_optimizers_does_not_split_the_window(tmp_path: Path) -> None:
+    class Saves(TwoOptimizers):
+        def manual_backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+            self.trainer.save_checkpoint(tmp_path / "inside.ckpt")
+            super().manual_backward(loss, *args, **kwargs)
+
+    callback = scripted()
+    quiet(max_epochs=1, callbacks=[callback], limit_val_batches=0).fit(Saves(), loader())
+    assert callback.steering is not None
+    assert callback.steering.window == 8
+
+
 # a resumed run with other settings
 
 

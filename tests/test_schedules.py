@@ -238,6 +238,58 @@ def test_a02_what_is_owed_survives_a_checkpoint(tmp_path: Path) -> None:
     assert resumed.rates[-1] == expected_rates(SCHEDULES["lambda"], BATCHES - 1)[-1]
 
 
+class Slotted:
+    """Its class cannot be changed."""
+
+    __slots__ = ("calls", "optimizer")
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.calls = optimizer, 0
+
+    def step(self, *args: Any) -> None:
+        self.calls += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Registry(lr_scheduler.LambdaLR):
+    """Refuses classes that it does not know."""
+
+    def __init_subclass__(cls) -> None:
+        raise ValueError(f"{cls} is not registered")
+
+
+def wrapped(optimizer: Any) -> Any:
+    schedule = lr_scheduler.LambdaLR(optimizer, _decay)
+    original = schedule.step
+    schedule.step = lambda *args: original(*args)  # type: ignore[method-assign]
+    return schedule
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Slotted, "its class cannot be extended"),
+        (lambda optimizer: Registry(optimizer, _decay), "__init_subclass__"),
+        (wrapped, "replaced on the instance"),
+    ],
+    ids=["slots", "registry", "instance"],
+)
+def test_a_schedule_that_cannot_be_held_is_named(make: Callable[[Any], Any], reason: str) -> None:
+    class OwnHook(Skips):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduler.step()
+
+    module = OwnHook(make)
+    with pytest.warns(UserWarning, match=f"moves on skipped steps, too.*{reason}"):
+        fit(module)
+    assert module.trainer.global_step == BATCHES
+
+
 def test_schedule_per_epoch_is_not_held() -> None:
     module = Skips(SCHEDULES["lambda"], bad=(BATCHES - 1,), interval="epoch")
     callback = fit(module)
