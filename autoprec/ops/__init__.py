@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoprec.ops.interface import grad_stats
+from autoprec.ops.interface import cast, fake_cast, grad_stats, restore
 from autoprec.ops.reference import (
     dequantize_rows,
     embedding,
@@ -11,14 +11,18 @@ from autoprec.ops.reference import (
     quantize_rows,
     quantize_tensor,
 )
+from autoprec.ops.reference_casts import Cast
 from autoprec.ops.registry import Implementation, implementations
 from autoprec.ops.statistics import GradStats, global_norm, grad_norms, scale_
 
 __all__ = [
+    "Cast",
     "GradStats",
     "Implementation",
+    "cast",
     "dequantize_rows",
     "embedding",
+    "fake_cast",
     "fake_quantize",
     "global_norm",
     "grad_norms",
@@ -27,5 +31,6 @@ __all__ = [
     "linear",
     "quantize_rows",
     "quantize_tensor",
+    "restore",
     "scale_",
 ]

@@ -22,6 +22,9 @@ NAMES = ("reference", "cpu", "triton")
 # operation -> implementation -> where it is; imported on first use
 _WHERE: dict[str, dict[str, str]] = {
     "grad_stats": {"reference": "autoprec.ops.statistics:grad_stats", "cpu": "autoprec.ops.cpu:grad_stats"},
+    "cast": {"reference": "autoprec.ops.reference_casts:cast", "cpu": "autoprec.ops.cpu_casts:cast"},
+    "restore": {"reference": "autoprec.ops.reference_casts:restore", "cpu": "autoprec.ops.cpu_casts:restore"},
+    "fake_cast": {"reference": "autoprec.ops.reference_casts:fake_cast", "cpu": "autoprec.ops.cpu_casts:fake_cast"},
 }
 
 
