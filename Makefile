@@ -4,9 +4,10 @@ BIN := .venv/bin
 READY := .venv/ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 STAMPS := build/stamps
-SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py)
+KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
+SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(KERNELS)
 
-.PHONY: demo test slow lint types imports check zoo range-lowest range-newest range check-all clean
+.PHONY: demo test slow lint types imports check sanitize zoo range-lowest range-newest range check-all clean
 
 demo: $(READY)
 	$(BIN)/autoprec demo
@@ -29,6 +30,9 @@ imports: $(READY)
 
 check: lint types imports test
 
+sanitize: $(READY)
+	$(BIN)/python scripts/sanitize.py
+
 zoo: $(READY)
 	$(BIN)/python scripts/zoo.py
 
@@ -38,14 +42,14 @@ range-lowest range-newest: range-%: $(READY)
 	$(BIN)/python scripts/check_range.py $*
 
 # each part leaves a stamp: after an interruption, or a failure that is mended, only what is missing runs
-check-all: $(addprefix $(STAMPS)/,check slow range-lowest range-newest zoo demo)
+check-all: $(addprefix $(STAMPS)/,check slow sanitize range-lowest range-newest zoo demo)
 	@echo "check-all: every part passed"
 
 $(STAMPS)/%: $(SOURCES) | $(READY)
 	$(MAKE) $*
 	@mkdir -p $(STAMPS) && touch $@
 
-$(READY): requirements/dev.txt pyproject.toml
+$(READY): requirements/dev.txt pyproject.toml $(KERNELS)
 	@echo "setting up .venv (a few minutes, once)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --requirement requirements/dev.txt

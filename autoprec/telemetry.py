@@ -127,9 +127,9 @@ class Telemetry:
             return
         grads = [grad for _, grad in known]
         limits = [[_lost_below(name, loss_scale) for name in formats[unit]] for unit, _ in known]
-        stats = grad_stats(grads, [low for low, _ in limits])
-        lower = grad_stats(grads, [low for _, low in limits]).underflow_fraction
-        rows = torch.stack([stats.amax, stats.nonfinite_count, stats.underflow_fraction, lower], dim=1).tolist()
+        stats = grad_stats(grads, [low for low, _ in limits], [low for _, low in limits])
+        columns = stats.amax, stats.nonfinite_count, stats.underflow_fraction, stats.underflow_fraction_lower
+        rows = torch.stack(columns, dim=1).tolist()
         sizes = [float(grad._values().numel() if grad.is_sparse else grad.numel()) for grad in grads]
         self._store_sample([name for name, _ in known], rows, sizes)
         for name in {name for name, _ in known}:
@@ -148,14 +148,13 @@ class Telemetry:
             weights = [p.detach() for p in unit.parameters if p.is_floating_point() and not nn.parameter.is_lazy(p)]
             if not weights:
                 continue
-            sizes = torch.stack([(weight != 0).sum() for weight in weights]).float()
-            shares = []
-            for name in formats[unit.name]:
-                tiny = 0.0 if name is None else _smallest_weight(name)
-                stats = grad_stats(weights, [tiny] * len(weights))
-                shares.append(float((stats.underflow_fraction * sizes).sum() / sizes.sum().clamp(min=1)))
+            sizes = torch.stack([torch.count_nonzero(weight) for weight in weights]).float()
+            sizes = sizes / sizes.sum().clamp(min=1)
+            limits = [0.0 if name is None else _smallest_weight(name) for name in formats[unit.name]]
+            stats = grad_stats(weights, *([limit] * len(weights) for limit in limits))
+            shares = stats.underflow_fraction @ sizes, stats.underflow_fraction_lower @ sizes
             measured = self.units[unit.name]
-            measured.weight_subnormal, measured.weight_subnormal_lower = shares
+            measured.weight_subnormal, measured.weight_subnormal_lower = map(float, shares)
 
     def _store_sample(self, names: Sequence[str], rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> None:
         rows_of: dict[str, list[tuple[Sequence[float], float]]] = {}

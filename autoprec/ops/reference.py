@@ -46,7 +46,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.detach().float()
     amax = x.abs().amax(dim=1, keepdim=True) if x.numel() else x.new_zeros(x.shape[0], 1)
-    scale = INT8_MAX / amax.clamp(min=_AMAX_FLOOR)
+    # of two tensors: torch divides a number by a tensor through the reciprocal, which rounds twice
+    scale = torch.full_like(amax, INT8_MAX) / amax.clamp(min=_AMAX_FLOOR)
     # a non-finite row has no int8 value: NaN would turn into an arbitrary integer, so the scale carries it
     scale = torch.where(amax.isfinite(), scale, torch.full_like(scale, float("nan")))
     values = (x * scale).round().clamp(-INT8_MAX, INT8_MAX)
@@ -147,12 +148,17 @@ class _Int8Linear(torch.autograd.Function):
 
     @staticmethod
     def _grad_x(grad: Tensor, weight: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # create_graph=True: the same values in differentiable operations
-            columns = fake_quantize(weight.t(), round_int8)
-            return fake_quantize(grad.float(), round_int8) @ columns.float().t()
+        if torch.is_grad_enabled():  # create_graph=True
+            return differentiable_int8_grad(grad, weight)
         g_values, g_scale = quantize_rows(grad)
         w_values, w_scale = quantize_rows(weight.t())
         return int_matmul(g_values, w_values.t()).float() / g_scale / w_scale.t()
+
+
+def differentiable_int8_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    """The input gradient of an int8 layer in float32 operations that can be differentiated again."""
+    columns = fake_quantize(weight.t(), round_int8)
+    return fake_quantize(grad.float(), round_int8) @ columns.float().t()
 
 
 def is_fp8_native(device: torch.device) -> bool:
