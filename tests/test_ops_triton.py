@@ -1,0 +1,31 @@
+"""Runs the tests of the GPU kernels, `test_ops_triton_*.py`, under Triton's interpreter.
+
+Triton decides at its import whether it interprets, so each file gets a process of its own.
+
+Time budget: 150 s for all files, each under 60 s.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = sorted(Path(__file__).parent.glob("test_ops_triton_*.py"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_under_the_interpreter(file: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=file.parents[1], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_finds_its_files() -> None:
+    assert len(FILES) >= 1
