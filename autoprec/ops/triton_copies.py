@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoprec.ops.triton_plans import Plan, build_plans, cached_plans, identity, is_aligned
-from autoprec.ops.triton_rounding import AMAX_FLOOR, INF, e4m3_bits, int8_values, magnitude_bits, pointer
+from autoprec.ops.triton_rounding import e4m3_bits, float_scale, int8_scale, int8_values, magnitude_bits, pointer
 
 if TYPE_CHECKING:
     from autoprec.ops.reference_steps import WeightCopy
@@ -23,20 +23,6 @@ if TYPE_CHECKING:
 _TILE = 64
 # weight, rows, cols, is_int8, amaxes of rows and columns, values, scale, transposed values and scale
 _WIDTH = tl.constexpr(10)
-
-
-@triton.jit
-def int8_scale(amax):
-    """127 / amax; NaN where an entry is not finite, as no integer can say so."""
-    scale = tl.div_rn(tl.zeros_like(amax) + 127.0, tl.maximum(amax, AMAX_FLOOR))
-    return tl.where(magnitude_bits(amax) < INF, scale, float("nan"))
-
-
-@triton.jit
-def float_scale(amax, LIMIT: tl.constexpr):
-    """``LIMIT`` / amax, divided in float64 and rounded once; 0 for an infinite amax, NaN for NaN."""
-    wide = amax.to(tl.float64)
-    return (LIMIT / tl.where(wide < AMAX_FLOOR, AMAX_FLOOR, wide)).to(tl.float32)
 
 
 @triton.jit

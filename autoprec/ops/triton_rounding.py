@@ -9,10 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# dtypes of gradients, moments and copies as the kernels know them; 0 stands for "no copy"
+# dtypes and formats as the kernels know them; 0 stands for none
 FLOAT32 = tl.constexpr(1)
 BFLOAT16 = tl.constexpr(2)
 FLOAT16 = tl.constexpr(3)
+E4M3 = tl.constexpr(4)
+E5M2 = tl.constexpr(5)
+INT8 = tl.constexpr(6)
+TF32 = tl.constexpr(7)
 
 INF = tl.constexpr(0x7F800000)
 AMAX_FLOOR = tl.constexpr(1e-12)
@@ -138,6 +142,57 @@ def int8_values(x, random, IS_STOCHASTIC: tl.constexpr):
         uniform = (random >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
         whole = tl.where(uniform < clamped - below, below + 1.0, below)
     return whole.to(tl.int8)
+
+
+@triton.jit
+def encode(
+    x, random, FORMAT: tl.constexpr, SATURATE: tl.constexpr, IS_STOCHASTIC: tl.constexpr, NATIVE: tl.constexpr
+):  # fmt: skip
+    """Rounds float32 to a format; returns what is stored: a pattern, int8, or float32 for tf32.
+
+    ``NATIVE`` lets the device's own conversion round to 8-bit floats where it does the same: to nearest and saturating.
+    """
+    if NATIVE and FORMAT == E4M3 and not IS_STOCHASTIC:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    elif NATIVE and FORMAT == E5M2 and SATURATE and not IS_STOCHASTIC:
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    elif FORMAT == E4M3:
+        return e4m3_bits(x, random, IS_STOCHASTIC)
+    elif FORMAT == E5M2:
+        return e5m2_bits(x, random, SATURATE, IS_STOCHASTIC)
+    elif FORMAT == INT8:
+        return int8_values(x, random, IS_STOCHASTIC)
+    elif FORMAT == TF32:
+        return tf32_values(x, random, SATURATE, IS_STOCHASTIC)
+    elif FORMAT == BFLOAT16:
+        return bfloat16_bits(x, random, SATURATE, IS_STOCHASTIC)
+    else:
+        return float16_bits(x, random, SATURATE, IS_STOCHASTIC)
+
+
+@triton.jit
+def int8_scale(amax):
+    """127 / amax; NaN where an entry is not finite, as no integer can say so."""
+    scale = tl.div_rn(tl.zeros_like(amax) + 127.0, tl.maximum(amax, AMAX_FLOOR))
+    return tl.where(magnitude_bits(amax) < INF, scale, float("nan"))
+
+
+@triton.jit
+def float_scale(amax, LIMIT: tl.constexpr):
+    """``LIMIT`` / amax, divided in float64 and rounded once; 0 for an infinite amax, NaN for NaN."""
+    wide = amax.to(tl.float64)
+    return (LIMIT / tl.where(wide < AMAX_FLOOR, AMAX_FLOOR, wide)).to(tl.float32)
+
+
+@triton.jit
+def scale_of(amax, FORMAT: tl.constexpr):
+    """Factor that brings ``amax`` to the largest value of a format."""
+    if FORMAT == INT8:
+        return int8_scale(amax)
+    elif FORMAT == E4M3:
+        return float_scale(amax, 448.0)
+    else:
+        return float_scale(amax, 57344.0)
 
 
 @triton.jit
