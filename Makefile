@@ -4,7 +4,8 @@ BIN := .venv/bin
 READY := .venv/ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 STAMPS := build/stamps
-SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py)
+KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
+SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(KERNELS)
 
 .PHONY: demo test slow lint types imports check zoo range-lowest range-newest range check-all clean
 
@@ -45,7 +46,7 @@ $(STAMPS)/%: $(SOURCES) | $(READY)
 	$(MAKE) $*
 	@mkdir -p $(STAMPS) && touch $@
 
-$(READY): requirements/dev.txt pyproject.toml
+$(READY): requirements/dev.txt pyproject.toml $(KERNELS)
 	@echo "setting up .venv (a few minutes, once)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --requirement requirements/dev.txt

@@ -1,6 +1,6 @@
 """The wheel is complete and works without the checkout.
 
-Time budget: 30 s (four builds, one fit in another process).
+Time budget: 60 s (five builds, four of them with the kernels, one fit in another process).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ FOLDERS = ("autoprec", "envs", "policies")
 FIT = """
 import json, warnings
 warnings.simplefilter("ignore")
+from autoprec.ops import implementations
 import autoprec, autoprec.envs, autoprec.policies
 from autoprec import AutoPrecisionCallback
 from lightning.pytorch import Trainer
@@ -36,16 +37,17 @@ callback = AutoPrecisionCallback()
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 Trainer(accelerator="cpu", max_steps=4, limit_val_batches=0, callbacks=[callback], **quiet).fit(BoringModel())
 modules = [autoprec, autoprec.envs, autoprec.policies]
-print(json.dumps({"files": [m.__file__ for m in modules], "applied": callback.applied_steps}))
+print(json.dumps({"files": [m.__file__ for m in modules], "applied": callback.applied_steps,
+                  "cpu": implementations()["cpu"].detail}))
 """
 
 
 def copy_of_checkout(folder: Path) -> Path:
     """Copies what a build needs, so that it finds no leftovers and leaves none."""
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     return folder
 
@@ -62,9 +64,20 @@ def contents(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
+def is_code(path: Path) -> bool:
+    return path.suffix in (".py", ".c", ".h")
+
+
+def kernels(files: set[str]) -> set[str]:
+    """The compiled library, whatever the platform calls it."""
+    return {name for name in files if name.startswith("autoprec/ops/_C.")}
+
+
 def sources() -> set[str]:
     """Every file of code in the checkout, under its name in the wheel."""
-    files = [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    files = [
+        path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.[pch]*") if is_code(path)
+    ]
     return {str(path) if path.parts[0] == "autoprec" else f"autoprec/{path}" for path in files}
 
 
@@ -85,6 +98,13 @@ def test_links_are_relative() -> None:
 
 def test_wheel_holds_every_file(wheel: Path) -> None:
     files = {name for name in contents(wheel) if ".dist-info/" not in name}
+    assert len(kernels(files)) == 1
+    assert files - kernels(files) == sources() | {"autoprec/py.typed"}
+
+
+def test_wheel_without_a_compiler_lacks_the_kernels_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "false")
+    files = {name for name in contents(build_wheel(copy_of_checkout(tmp_path), "--wheel")) if ".dist-info/" not in name}
     assert files == sources() | {"autoprec/py.typed"}
 
 
@@ -114,6 +134,7 @@ def test_fit_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["applied"] == 4
+    assert result["cpu"].startswith("C kernels")
     for file in result["files"]:
         assert packages in Path(file).parents
 

@@ -12,51 +12,93 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GradStats:
-    """Statistics of a list of gradients, one entry per tensor, float32 on the gradients' device.
+    """Statistics of a list of gradients, float32 on the gradients' device. Reading an attribute does not synchronise.
 
     Attributes:
-        amax: ``[n]``. Largest magnitude among the finite entries.
-        norm: ``[n]``. L2 norm of the finite entries.
-        nonfinite_count: ``[n]``. Entries that are inf or NaN.
-        underflow_fraction: ``[n]``. Share of the non-zero entries below the smallest normal number asked about.
+        table: ``[5 * n + 1]``. What the other attributes are views of.
     """
 
-    amax: Tensor
-    norm: Tensor
-    nonfinite_count: Tensor
-    underflow_fraction: Tensor
+    table: Tensor
+
+    @property
+    def amax(self) -> Tensor:
+        """``[n]``. Largest magnitude among the finite entries of each gradient."""
+        return self._column(0)
+
+    @property
+    def norm(self) -> Tensor:
+        """``[n]``. L2 norm of the finite entries."""
+        return self._column(1)
+
+    @property
+    def nonfinite_count(self) -> Tensor:
+        """``[n]``. Entries that are inf or NaN."""
+        return self._column(2)
+
+    @property
+    def underflow_fraction(self) -> Tensor:
+        """``[n]``. Share of the non-zero finite entries below ``tiny``."""
+        return self._column(3)
+
+    @property
+    def underflow_fraction_lower(self) -> Tensor:
+        """``[n]``. The same below ``tiny_lower``."""
+        return self._column(4)
+
+    @property
+    def total_norm(self) -> Tensor:
+        """``[]``. L2 norm over all gradients; inf if an entry is not finite or the norm exceeds float32."""
+        return self.table[-1]
+
+    def _column(self, index: int) -> Tensor:
+        count = self.table.numel() // 5
+        return self.table[index * count : (index + 1) * count]
 
 
-def _values(grad: Tensor) -> Tensor:
+def values_of(grad: Tensor) -> Tensor:
+    """Returns the numbers of a gradient as a dense tensor: merged values of a sparse one, pairs of a complex one."""
     values = grad.coalesce().values() if grad.is_sparse else grad
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float]) -> GradStats:
+def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float] = (), tiny_lower: Sequence[float] = ()) -> GradStats:
     """Measures gradients one by one; nothing is changed.
 
     Args:
         grads: Dense or sparse gradients of any shape, all on one device. Sparse ones count their merged values.
-        tiny: For each gradient the magnitude below which a value underflows.
+        tiny: For each gradient the magnitude below which a value underflows. Empty for no such count.
+        tiny_lower: The same for a second count.
     """
-    rows = [_tensor_stats(_values(grad).detach(), limit) for grad, limit in zip(grads, tiny, strict=True)]
-    table = torch.stack(rows) if rows else torch.zeros(0, 4)
-    return GradStats(*table.unbind(1))
+    rows = [
+        _tensor_stats(values_of(grad).detach(), limits)
+        for grad, *limits in zip(grads, _limits(tiny, grads), _limits(tiny_lower, grads), strict=True)
+    ]
+    columns = torch.stack(rows, dim=1) if rows else torch.zeros(5, 0)
+    total = _norm(columns[1]) if rows else torch.zeros(())
+    total = torch.where(columns[2].sum() > 0, torch.full_like(total, math.inf), total)
+    return GradStats(torch.cat([columns.reshape(-1), total.reshape(1)]))
 
 
-def _tensor_stats(grad: Tensor, tiny: float) -> Tensor:
+def _limits(tiny: Sequence[float], grads: Sequence[Tensor]) -> Sequence[float]:
+    return tiny or [0.0] * len(grads)
+
+
+def _tensor_stats(grad: Tensor, limits: Sequence[float]) -> Tensor:
     magnitude = grad.float().abs().reshape(-1)
     if magnitude.numel() == 0:
-        return magnitude.new_zeros(4)
+        return magnitude.new_zeros(3 + len(limits))
     finite = magnitude.isfinite()
     clean = torch.where(finite, magnitude, torch.zeros_like(magnitude))
-    amax = clean.amax()
-    # scaled, so that the squares of large finite entries do not overflow
-    unit = amax.clamp(min=torch.finfo(torch.float32).tiny)
-    norm = (clean / unit).norm() * unit
-    nonzero = (clean > 0).sum()
-    small = ((clean > 0) & (clean < tiny)).sum()
-    return torch.stack([amax, norm, (~finite).sum().float(), small / nonzero.clamp(min=1)])
+    nonzero = (clean > 0).sum().clamp(min=1)
+    small = [((clean > 0) & (clean < limit)).sum() / nonzero for limit in limits]
+    return torch.stack([clean.amax(), _norm(clean), (~finite).sum().float(), *small])
+
+
+def _norm(values: Tensor) -> Tensor:
+    """The norm of finite float32 numbers, scaled so that no square overflows or vanishes."""
+    unit = values.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    norm: Tensor = (values / unit).norm() * unit
+    return norm
 
 
 def grad_norms(grads: Sequence[Tensor]) -> Tensor:
@@ -74,7 +116,7 @@ def grad_norms(grads: Sequence[Tensor]) -> Tensor:
     device = grads[0].device
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for index, grad in enumerate(grads):
-        values = _values(grad).detach()
+        values = values_of(grad).detach()
         groups.setdefault((values.device, values.dtype), []).append((index, values))
     result = torch.float64 if any(dtype is torch.float64 for _, dtype in groups) else torch.float32
     norms: list[Tensor] = [torch.zeros((), device=device)] * len(grads)
@@ -104,7 +146,7 @@ def global_norm(grads: Sequence[Tensor], norms: Tensor | None = None) -> Tensor:
 def _scaled_norm(grads: Sequence[Tensor]) -> Tensor:
     """The norm without overflow in the squares; reached only when the plain sum overflowed or an entry is inf."""
     device = grads[0].device
-    tensors = [_wide(values.detach()) for grad in grads if (values := _values(grad)).numel()]
+    tensors = [_wide(values.detach()) for grad in grads if (values := values_of(grad)).numel()]
     amax = torch.stack([tensor.abs().amax().to(device) for tensor in tensors]).amax()
     if not torch.isfinite(amax):
         return amax

@@ -1,0 +1,14 @@
+/* The table of one ISA's kernels. Included once per ISA. */
+const ap_kernels AP_TABLE = {
+    .name = AP_TABLE_NAME,
+    .stats = stats,
+    .amax = amax,
+    .decode = decode,
+    .encode = encode,
+    .round = round_values,
+    .random = random_words,
+    .adam = adam,
+    .sgd = sgd,
+    .transpose_rows = transpose_rows,
+    .dequantize = dequantize,
+};

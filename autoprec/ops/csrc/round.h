@@ -1,0 +1,119 @@
+/* Rounding between fp32 and shorter binary formats in integer arithmetic on the fp32 pattern.
+ *
+ * A code is the format's own bit pattern without the sign: exponent field, then mantissa field. */
+#ifndef AP_ROUND_H
+#define AP_ROUND_H
+
+#include "kernels.h"
+#include "vec.h"
+
+#define AP_MAGNITUDE 0x7FFFFFFFu
+#define AP_SIGN 0x80000000u
+#define AP_INF 0x7F800000u
+
+typedef struct {
+    int mantissa_bits;
+    int min_exponent; /* fp32's exponent field of the smallest normal number */
+    uint32_t max_code, inf_code, nan_code; /* without infinity inf_code is max_code */
+} ap_format;
+
+AP_INLINE ap_format ap_make_format(int exponent_bits, int mantissa_bits, int is_finite_only) {
+    uint32_t top = ((1u << exponent_bits) - 1) << mantissa_bits, quiet = 1u << (mantissa_bits - 1);
+    int min_exponent = 129 - (1 << (exponent_bits - 1));
+    if (is_finite_only) {
+        uint32_t last = top | ((1u << mantissa_bits) - 1);
+        return (ap_format){mantissa_bits, min_exponent, last - 1, last - 1, last};
+    }
+    return (ap_format){mantissa_bits, min_exponent, top - 1, top, top | quiet};
+}
+
+AP_INLINE ap_format ap_format_of(int format) {
+    switch (format) {
+    case AP_BF16: return ap_make_format(8, 7, 0);
+    case AP_FP16: return ap_make_format(5, 10, 0);
+    case AP_E4M3: return ap_make_format(4, 3, 1);
+    case AP_E5M2: return ap_make_format(5, 2, 0);
+    default: return ap_make_format(8, 10, 0);
+    }
+}
+
+/* the nearest multiple of 2**dropped, ties to even, in units of 2**dropped */
+AP_INLINE vi ap_nearest(vi significand, vi dropped) {
+    dropped = vi_min(dropped, vi_set(25)); /* from there on every 24-bit significand rounds to zero */
+    vi half_below = (vi_set(1) << (dropped - 1)) - 1;
+    return (significand + half_below + ((significand >> dropped) & 1)) >> dropped;
+}
+
+/* one of the two multiples around it, each as likely as it is near */
+AP_INLINE vi ap_stochastic(vi significand, vi dropped, vu random) {
+    vi left = vi_max(32 - dropped, vi_set(0)), right = vi_min(vi_max(dropped - 32, vi_set(0)), vi_set(31));
+    vu fraction = vu_select(dropped <= 32, (vu)significand << (vu)left, (vu)significand >> (vu)right);
+    return (significand >> vi_min(dropped, vi_set(31))) - (vi)(random < fraction);
+}
+
+/* code of the magnitude of an fp32 pattern */
+AP_INLINE vu ap_to_code(vu pattern, ap_format f, int saturate, const vu *random) {
+    vi magnitude = (vi)(pattern & AP_MAGNITUDE), exponent = magnitude >> 23;
+    vi significand = vi_select(exponent > 0, (magnitude & 0x7FFFFF) | 0x800000, magnitude);
+    exponent = vi_max(exponent, vi_set(1));
+    vi dropped = 23 - f.mantissa_bits + vi_max(f.min_exponent - exponent, vi_set(0));
+    vi quotient = random ? ap_stochastic(significand, dropped, *random) : ap_nearest(significand, dropped);
+    vi code = ((vi_max(exponent, vi_set(f.min_exponent)) - f.min_exponent) << f.mantissa_bits) + quotient;
+    vi past_max = code > (int32_t)f.max_code;
+    code = vi_select(past_max, vi_set((int32_t)(saturate ? f.max_code : f.inf_code)), code);
+    return vu_select(magnitude > (int32_t)AP_INF, vu_set(f.nan_code), (vu)code);
+}
+
+/* fp32 pattern of the magnitude of a code */
+AP_INLINE vu ap_from_code(vu code, ap_format f) {
+    vu normal = (code << (23 - f.mantissa_bits)) + ((uint32_t)(f.min_exponent - 1) << 23);
+    if (f.min_exponent > 1) {
+        float quantum = ldexpf(1.0f, f.min_exponent - 127 - f.mantissa_bits);
+        vf subnormal = __builtin_convertvector((vi)code, vf) * quantum;
+        normal = vu_select((vi)code < (1 << f.mantissa_bits), (vu)subnormal, normal);
+    }
+    vu top = vu_select((vi)code >= (int32_t)f.nan_code, vu_set(0x7FC00000u), vu_set(AP_INF));
+    return vu_select((vi)code > (int32_t)f.max_code, top, normal);
+}
+
+/* the code of every lane with its sign in the bit above */
+AP_INLINE vu ap_with_sign(vu code, vu pattern, int bits) { return code | ((pattern & AP_SIGN) >> (32 - bits)); }
+
+/* bf16 patterns of the nearest values; the common case of ap_to_code in a third of the operations */
+AP_INLINE vu ap_nearest_bf16(vu pattern) {
+    vu rounded = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16;
+    vu is_nan = (vu)((vi)(pattern & AP_MAGNITUDE) > (int32_t)AP_INF);
+    return vu_select((vi)is_nan, 0x7FC0 | ((pattern & AP_SIGN) >> 16), rounded);
+}
+
+AP_INLINE vu ap_load_pattern(const void *x, int format, int64_t i) {
+    switch (format) {
+    case AP_BF16: return vu_load16((const uint16_t *)x + i) << 16;
+    case AP_FP16: {
+#if defined(AP_AVX512)
+        return (vu)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)x + i)));
+#elif defined(AP_AVX2)
+        return (vu)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const uint16_t *)x + i)));
+#else
+        vu half = vu_load16((const uint16_t *)x + i);
+        return ap_from_code(half & 0x7FFF, ap_format_of(AP_FP16)) | ((half & 0x8000) << 16);
+#endif
+    }
+    case AP_E4M3:
+    case AP_E5M2: {
+        vu code = vu_load8((const uint8_t *)x + i);
+        return ap_from_code(code & 0x7F, ap_format_of(format)) | ((code & 0x80) << 24);
+    }
+    case AP_INT8: {
+        vi value = (vi)(vu_load8((const uint8_t *)x + i) << 24) >> 24;
+        return (vu)__builtin_convertvector(value, vf);
+    }
+    default: return (vu)vf_load((const float *)x + i);
+    }
+}
+
+AP_INLINE int ap_bytes(int format) {
+    return format == AP_FP32 || format == AP_TF32 ? 4 : format == AP_BF16 || format == AP_FP16 ? 2 : 1;
+}
+
+#endif

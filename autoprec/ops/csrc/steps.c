@@ -1,0 +1,207 @@
+/* Optimizer steps over a list of parameters: 16-bit tensors pass through tiles in the first-level cache. */
+#include <math.h>
+#include <stddef.h>
+
+#include "kernels.h"
+#include "scales.h"
+
+/* Elements per work item: its weights stay in the second-level cache until their int8 rows are written. */
+#define CHUNK 16384
+/* columns that are quantised and transposed together */
+#define STRIP 64
+
+typedef struct step_job step_job;
+/* moves one tile; scalars belong to the thread */
+typedef void update_tile(const step_job *job, const ap_parameter *p, const float *grad, int64_t start, int64_t count,
+                         ap_adam_scalars *adam);
+
+struct step_job {
+    int64_t n;
+    ap_parameter *parameters;
+    const void *const *grads;
+    const int8_t *grad_formats;
+    update_tile *update; /* NULL to write copies only */
+    const ap_adam_options *adam;
+    ap_sgd_scalars sgd;
+};
+
+static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int bytes_of(int64_t format) { return format == AP_FP32 ? 4 : 2; }
+
+/* ---- work items ---- */
+
+static int64_t chunk_size(const ap_parameter *p) {
+    if (p->copy.format != AP_INT8 || p->cols == 0) return CHUNK;
+    return (CHUNK / p->cols > 1 ? CHUNK / p->cols : 1) * p->cols; /* whole rows */
+}
+
+static int64_t update_chunks(const ap_parameter *p) {
+    int64_t size = chunk_size(p);
+    return (p->size + size - 1) / size;
+}
+
+static int64_t finish_chunks(const ap_parameter *p) {
+    if (p->copy.format == AP_E4M3) return update_chunks(p);
+    return p->copy.format == AP_INT8 && p->copy.transposed_values ? (p->cols + STRIP - 1) / STRIP : 0;
+}
+
+/* numbers the chunks of the list and returns how many there are */
+static int64_t number_chunks(step_job *job, int64_t (*count)(const ap_parameter *)) {
+    int64_t chunks = 0;
+    for (int64_t i = 0; i < job->n; i++) {
+        job->parameters[i].first_chunk = chunks;
+        chunks += count(&job->parameters[i]);
+    }
+    return chunks;
+}
+
+/* the last parameter that begins at or before a chunk: those without chunks share their number with the next one */
+static int64_t owner_of(const step_job *job, int64_t chunk, int64_t i) {
+    while (i + 1 < job->n && job->parameters[i + 1].first_chunk <= chunk) i++;
+    return i;
+}
+
+/* ---- the step of a chunk ---- */
+
+static void set_adam_scalars(const ap_adam_options *o, double step, ap_adam_scalars *s) {
+    s->lr = (float)o->lr;
+    s->weight_decay = (float)o->weight_decay;
+    s->keep = (float)(1.0 - o->lr * o->weight_decay);
+    s->step_size = (float)(o->lr / (1.0 - pow(o->beta1, step)));
+    s->one_minus_beta1 = (float)(1.0 - o->beta1);
+    s->beta2 = (float)o->beta2;
+    s->one_minus_beta2 = (float)(1.0 - o->beta2);
+    s->bias_correction2_sqrt = (float)sqrt(1.0 - pow(o->beta2, step));
+    s->eps = (float)o->eps;
+    s->grad_factor = (float)o->grad_factor;
+    s->decoupled = (int)o->decoupled;
+}
+
+static void update_adam(const step_job *job, const ap_parameter *p, const float *grad, int64_t start, int64_t count,
+                        ap_adam_scalars *scalars) {
+    const ap_kernels *kernels = ap_active();
+    if (p->moment_format == AP_FP32) {
+        kernels->adam(p->param + start, grad, p->exp_avg + start, (float *)p->exp_avg_sq + start, count, scalars);
+        return;
+    }
+    float moment[AP_TILE];
+    uint32_t words[AP_TILE];
+    char *stored = (char *)p->exp_avg_sq + 2 * start;
+    kernels->decode(stored, (int)p->moment_format, count, moment);
+    kernels->adam(p->param + start, grad, p->exp_avg + start, moment, count, scalars);
+    kernels->random((ap_stream){job->adam->seed, job->adam->offset, p->element + (uint64_t)start}, count, words);
+    /* inf would never come back down */
+    kernels->encode(moment, count, 1.0f, (int)p->moment_format, 1, words, stored);
+}
+
+static void update_sgd(const step_job *job, const ap_parameter *p, const float *grad, int64_t start, int64_t count,
+                       ap_adam_scalars *unused) {
+    (void)unused;
+    ap_active()->sgd(p->param + start, grad, p->exp_avg ? p->exp_avg + start : NULL, count, &job->sgd);
+}
+
+static void write_rows(const ap_parameter *p, int64_t start, int64_t count) {
+    const ap_kernels *kernels = ap_active();
+    for (int64_t row = start / p->cols; row < (start + count) / p->cols; row++) {
+        const float *x = p->param + row * p->cols;
+        float scale = ap_scale(AP_INT8, kernels->amax(x, AP_FP32, p->cols));
+        p->copy.scale[row] = scale;
+        kernels->encode(x, p->cols, scale, AP_INT8, 0, NULL, (int8_t *)p->copy.values + row * p->cols);
+    }
+}
+
+static void step_chunk(const step_job *job, int64_t i, int64_t start, int64_t count, ap_adam_scalars *scalars) {
+    const ap_kernels *kernels = ap_active();
+    const ap_parameter *p = &job->parameters[i];
+    int format = (int)p->copy.format;
+    float grad[AP_TILE];
+    for (int64_t tile = start; tile < start + count; tile += AP_TILE) {
+        int64_t n = min64(AP_TILE, start + count - tile);
+        if (job->update) {
+            const char *source = (const char *)job->grads[i] + tile * bytes_of(job->grad_formats[i]);
+            int is_wide = job->grad_formats[i] == AP_FP32;
+            if (!is_wide) kernels->decode(source, job->grad_formats[i], n, grad);
+            job->update(job, p, is_wide ? (const float *)source : grad, tile, n, scalars);
+        }
+        if (format == AP_BF16 || format == AP_FP16)
+            kernels->encode(p->param + tile, n, 1.0f, format, 0, NULL, (uint16_t *)p->copy.values + tile);
+    }
+    if (format == AP_E4M3) ap_raise(p->copy.scale, kernels->amax(p->param + start, AP_FP32, count));
+    if (format == AP_INT8) write_rows(p, start, count);
+}
+
+static void step_chunks(void *context, int64_t begin, int64_t end) {
+    const step_job *job = context;
+    ap_adam_scalars scalars;
+    float known_step = NAN;
+    for (int64_t chunk = begin, i = 0; chunk < end; chunk++) {
+        i = owner_of(job, chunk, i);
+        const ap_parameter *p = &job->parameters[i];
+        if (job->adam && *p->step != known_step) {
+            known_step = *p->step;
+            set_adam_scalars(job->adam, known_step, &scalars);
+        }
+        int64_t size = chunk_size(p), start = (chunk - p->first_chunk) * size;
+        step_chunk(job, i, start, min64(size, p->size - start), &scalars);
+    }
+}
+
+/* ---- copies that need the whole weight first ---- */
+
+static void finish_copies(void *context, int64_t begin, int64_t end) {
+    const step_job *job = context;
+    const ap_kernels *kernels = ap_active();
+    for (int64_t chunk = begin, i = 0; chunk < end; chunk++) {
+        i = owner_of(job, chunk, i);
+        const ap_parameter *p = &job->parameters[i];
+        int64_t index = chunk - p->first_chunk;
+        if (p->copy.format == AP_E4M3) {
+            int64_t start = index * CHUNK;
+            kernels->encode(p->param + start, min64(CHUNK, p->size - start), *p->copy.scale, AP_E4M3, 1, NULL,
+                            (uint8_t *)p->copy.values + start);
+        } else {
+            int64_t col = index * STRIP;
+            kernels->transpose_rows(p->param + col, p->rows, p->cols, min64(STRIP, p->cols - col),
+                                    p->copy.transposed_values + col * p->rows, p->copy.transposed_scale + col);
+        }
+    }
+}
+
+static void run(step_job *job, int threads) {
+    int64_t elements = 0;
+    for (int64_t i = 0; i < job->n; i++) {
+        elements += job->parameters[i].size;
+        if (job->parameters[i].copy.format == AP_E4M3) *job->parameters[i].copy.scale = 0.0f; /* holds the amax */
+    }
+    int team = ap_team(elements, threads);
+    ap_parallel(number_chunks(job, update_chunks), team, step_chunks, job);
+    for (int64_t i = 0; i < job->n; i++) {
+        ap_copy *copy = &job->parameters[i].copy;
+        if (copy->format == AP_E4M3) *copy->scale = ap_scale(AP_E4M3, *copy->scale);
+    }
+    int64_t chunks = number_chunks(job, finish_chunks);
+    if (chunks) ap_parallel(chunks, team, finish_copies, job);
+}
+
+void ap_adam(int64_t n, ap_parameter *parameters, const void *const *grads, const int8_t *grad_formats,
+             const ap_adam_options *options, int threads) {
+    step_job job = {.n = n, .parameters = parameters, .grads = grads, .grad_formats = grad_formats,
+                    .update = update_adam, .adam = options};
+    for (int64_t i = 0; i < n; i++) *parameters[i].step += 1.0f;
+    run(&job, threads);
+}
+
+void ap_sgd(int64_t n, ap_parameter *parameters, const void *const *grads, const int8_t *grad_formats,
+            const ap_sgd_options *o, int threads) {
+    step_job job = {.n = n, .parameters = parameters, .grads = grads, .grad_formats = grad_formats,
+                    .update = update_sgd};
+    job.sgd = (ap_sgd_scalars){(float)o->lr, (float)o->weight_decay, (float)o->momentum, (float)(1.0 - o->dampening),
+                               (float)o->grad_factor, (int)o->nesterov, (int)o->is_first};
+    run(&job, threads);
+}
+
+void ap_refresh(int64_t n, ap_parameter *parameters, int threads) {
+    step_job job = {.n = n, .parameters = parameters};
+    run(&job, threads);
+}

@@ -1,0 +1,129 @@
+"""Which implementation of an operation runs: ``reference`` (eager PyTorch), ``cpu`` (C) or ``triton``.
+
+The choice is automatic (the fastest one that works on the device) or explicit: the argument ``implementation`` of an
+operation, else the environment variable ``AUTOPREC_OPS``, which is read once. An explicit choice works or raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autoprec.formats import nearest
+from autoprec.ops import native
+
+VARIABLE = "AUTOPREC_OPS"
+NAMES = ("reference", "cpu", "triton")
+
+# operation -> implementation -> where it is; imported on first use
+_WHERE: dict[str, dict[str, str]] = {
+    "grad_stats": {"reference": "autoprec.ops.statistics:grad_stats", "cpu": "autoprec.ops.cpu:grad_stats"},
+}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What is known about one implementation.
+
+    Attributes:
+        name: One of ``NAMES``.
+        is_available: Whether it can run on this machine.
+        detail: What runs, or why nothing does.
+    """
+
+    name: str
+    is_available: bool
+    detail: str
+
+
+def implementations() -> dict[str, Implementation]:
+    """Returns what is known about every implementation, for reports; nothing is compiled or run."""
+    return {name: Implementation(name, *probe()) for name, probe in _PROBES.items()}
+
+
+def _probe_reference() -> tuple[bool, str]:
+    return True, "eager PyTorch"
+
+
+def _probe_cpu() -> tuple[bool, str]:
+    reason = native.missing()
+    return (True, f"C kernels for {native.selected_isa()}") if reason is None else (False, reason)
+
+
+def _probe_triton() -> tuple[bool, str]:
+    if not any("triton" in where for where in _WHERE.values()):
+        return False, "this version of autoprec has no Triton kernels"
+    return True, "Triton kernels"
+
+
+_PROBES: dict[str, Callable[[], tuple[bool, str]]] = {
+    "reference": _probe_reference,
+    "cpu": _probe_cpu,
+    "triton": _probe_triton,
+}
+_DEVICES = {"cpu": ("cpu",), "triton": ("cuda",)}
+
+
+def resolve(operation: str, device_type: str, implementation: str | None = None) -> Callable[..., Any]:
+    """Returns the function that runs an operation.
+
+    Args:
+        operation: A name in the table.
+        device_type: Type of the device that the tensors are on.
+        implementation: An explicit choice; ``None`` for ``AUTOPREC_OPS`` or, without it, the automatic one.
+
+    Raises:
+        ValueError: If there is no implementation of that name.
+        RuntimeError: If an explicit choice cannot run.
+    """
+    return _resolve(operation, device_type, implementation or chosen())
+
+
+@functools.cache
+def chosen() -> str | None:
+    """Returns what ``AUTOPREC_OPS`` asks for, ``None`` for the automatic choice."""
+    return os.environ.get(VARIABLE) or None
+
+
+@functools.cache
+def _resolve(operation: str, device_type: str, name: str | None) -> Callable[..., Any]:
+    if name is None:
+        name = automatic(operation, device_type)
+    elif name not in NAMES:
+        raise ValueError(
+            f"Passed `{name!r}` as an implementation of `{operation}`. Known implementations: {sorted(NAMES)}."
+            f"{nearest(name, NAMES)}"
+        )
+    else:
+        _require(operation, device_type, name)
+    module, function = _WHERE[operation][name].split(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def automatic(operation: str, device_type: str) -> str:
+    """Returns the name of the implementation that runs when nobody chooses."""
+    return next((name for name in NAMES[1:] if _reason_against(operation, device_type, name) is None), "reference")
+
+
+def _require(operation: str, device_type: str, name: str) -> None:
+    reason = _reason_against(operation, device_type, name)
+    if reason is not None:
+        able = [other for other in NAMES if _reason_against(operation, device_type, other) is None]
+        raise RuntimeError(
+            f"Passed `{name!r}` (as `implementation` or `{VARIABLE}`) for `{operation}` on {device_type}: {reason}."
+            f" Available: {able}."
+        )
+
+
+def _reason_against(operation: str, device_type: str, name: str) -> str | None:
+    if name not in _WHERE[operation]:
+        return f"`{operation}` has no such implementation"
+    if name in _DEVICES and device_type not in _DEVICES[name]:
+        return f"it runs on {' and '.join(_DEVICES[name])}"
+    is_available, detail = _PROBES[name]()
+    return None if is_available else detail
