@@ -37,10 +37,12 @@ def unaligned(x: Tensor) -> Tensor:
 
 
 def assert_stats(grads: Sequence[Tensor], tiny: Sequence[float]) -> None:
-    actual, expected = triton_statistics.grad_stats(grads, tiny), statistics.grad_stats(grads, tiny)
-    for name in ("amax", "nonfinite_count", "underflow_fraction"):
+    lower = [limit / 2 for limit in tiny]
+    actual, expected = triton_statistics.grad_stats(grads, tiny, lower), statistics.grad_stats(grads, tiny, lower)
+    for name in ("amax", "nonfinite_count", "underflow_fraction", "underflow_fraction_lower"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
     torch.testing.assert_close(actual.norm, expected.norm, rtol=1e-6, atol=1e-45)
+    torch.testing.assert_close(actual.total_norm, expected.total_norm, rtol=1e-6, atol=1e-45)
 
 
 def test_statistics_of_many_tensors_are_the_reference() -> None:

@@ -26,8 +26,8 @@ from autoprec.ops.triton_rounding import (
     scale_of,
 )
 
-_SIZE = 4096
-_LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
+CHUNK = 4096
+LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
 _INPUT_CODES = {torch.float32: FLOAT32.value, torch.bfloat16: BFLOAT16.value, torch.float16: FLOAT16.value}
 _FORMAT_CODES = {
     "bf16": BFLOAT16.value,
@@ -225,7 +225,7 @@ def cast(
         "SATURATE": saturate,
         "IS_STOCHASTIC": seed is not None,
         "NATIVE": _is_native(x.device),
-        **_LAUNCH,
+        **LAUNCH,
     }
     random = (_as_signed(seed or 0), _as_signed(offset))
     if granularity not in (None, "tensor"):
@@ -240,16 +240,16 @@ def cast(
         values if scale is None else scale,
         _pattern(amax, x),
     )
-    grid = (max(triton.cdiv(x.numel(), _SIZE), 1),)
+    grid = (max(triton.cdiv(x.numel(), CHUNK), 1),)
     if is_current:
-        amax_kernel[grid](pointers[0], pointers[3], x.numel(), INPUT=flags["INPUT"], SIZE=_SIZE, **_LAUNCH)
+        amax_kernel[grid](pointers[0], pointers[3], x.numel(), INPUT=flags["INPUT"], SIZE=CHUNK, **LAUNCH)
     cast_flat_kernel[grid](
         *pointers,
         x.numel(),
         *random,
         SCALING="current" if is_current else "none" if scale is None else "given",
         HAS_AMAX=with_amax and not is_current,
-        SIZE=_SIZE,
+        SIZE=CHUNK,
         **flags,
     )
     return Cast(values, scale, amax)
@@ -265,8 +265,8 @@ def _cast_blocks(
 ) -> Cast:
     (rows, cols), (down, across) = shape, block
     is_square = down > 1
-    tile_cols = min(triton.next_power_of_2(across), _SIZE)
-    tile_rows = down if is_square else max(_SIZE // tile_cols, 1)
+    tile_cols = min(triton.next_power_of_2(across), CHUNK)
+    tile_rows = down if is_square else max(CHUNK // tile_cols, 1)
     grid = (triton.cdiv(rows, tile_rows), triton.cdiv(cols, across))
     scales = torch.empty(triton.cdiv(rows, down), grid[1], device=x.device)
     amaxes = torch.empty_like(scales)
@@ -296,7 +296,7 @@ def restore(values: Tensor, scale: Tensor | None = None, *, granularity: str | N
     down, across = block_shape(granularity, values.numel() // cols, cols)
     restored = torch.empty_like(values, dtype=torch.float32)
     names = {number_format.dtype: name for name, number_format in FORMATS.items()}
-    restore_kernel[(max(triton.cdiv(values.numel(), _SIZE), 1),)](
+    restore_kernel[(max(triton.cdiv(values.numel(), CHUNK), 1),)](
         values.view(_READ.get(values.dtype, values.dtype)),
         restored,
         restored if scale is None else scale.contiguous(),
@@ -308,8 +308,8 @@ def restore(values: Tensor, scale: Tensor | None = None, *, granularity: str | N
         FORMAT=_FORMAT_CODES[names[values.dtype]],
         HAS_SCALE=scale is not None,
         IS_FLAT=granularity in (None, "tensor"),
-        SIZE=_SIZE,
-        **_LAUNCH,
+        SIZE=CHUNK,
+        **LAUNCH,
     )
     return restored
 
@@ -329,15 +329,15 @@ def fake_cast(x: Tensor, exponent_bits: Tensor, mantissa_bits: Tensor, is_finite
     rounded = torch.empty_like(x)
     if x.numel():
         cols = x.numel() // len(x)
-        fake_cast_kernel[(triton.cdiv(cols, _SIZE), len(x))](
+        fake_cast_kernel[(triton.cdiv(cols, CHUNK), len(x))](
             x,
             rounded,
-            exponent_bits.to(torch.int64),
-            mantissa_bits.to(torch.int64),
-            is_finite_only.to(torch.uint8),
+            exponent_bits.to(torch.int64).contiguous(),
+            mantissa_bits.to(torch.int64).contiguous(),
+            is_finite_only.to(torch.uint8).contiguous(),
             cols,
-            SIZE=_SIZE,
-            **_LAUNCH,
+            SIZE=CHUNK,
+            **LAUNCH,
         )
     return rounded
 

@@ -20,7 +20,8 @@ from autoprec.ops.triton_rounding import e4m3_bits, float_scale, int8_scale, int
 if TYPE_CHECKING:
     from autoprec.ops.reference_steps import WeightCopy
 
-_TILE = 64
+TILE = 64
+LAUNCH = {"TILE": TILE, "num_warps": 8, "enable_fp_fusion": False}
 # weight, rows, cols, is_int8, amaxes of rows and columns, values, scale, transposed values and scale
 _WIDTH = tl.constexpr(10)
 
@@ -93,24 +94,24 @@ def copy_write_kernel(
     amaxes = tl.load(row + 4).to(tl.pointer_type(tl.float32))
     scales = tl.load(row + 7).to(tl.pointer_type(tl.float32))
     if tl.load(row + 3) == 1:
-        scale = int8_scale(tl.load(amaxes + rows, mask=rows < n_rows, other=0.0))
+        row_scale = int8_scale(tl.load(amaxes + rows, mask=rows < n_rows, other=0.0))
         values = pointer(tl.load(row + 6), tl.int8, ALIGNED)
-        tl.store(values + offsets, int8_values(x * scale[:, None], 0, False), mask=mask)
+        tl.store(values + offsets, int8_values(x * row_scale[:, None], 0, False), mask=mask)
         if index % tl.cdiv(n_cols, TILE) == 0:
-            tl.store(scales + rows, scale, mask=rows < n_rows)
+            tl.store(scales + rows, row_scale, mask=rows < n_rows)
         if tl.load(row + 5) != 0:
             col_amaxes = tl.load(row + 5).to(tl.pointer_type(tl.float32))
-            scale = int8_scale(tl.load(col_amaxes + cols, mask=cols < n_cols, other=0.0))
-            values = pointer(tl.load(row + 8), tl.int8, ALIGNED)
-            transposed = tl.trans(int8_values(x * scale[None, :], 0, False))
+            col_scale = int8_scale(tl.load(col_amaxes + cols, mask=cols < n_cols, other=0.0))
+            transposed_values = pointer(tl.load(row + 8), tl.int8, ALIGNED)
+            transposed = tl.trans(int8_values(x * col_scale[None, :], 0, False))
             places = cols[:, None] * n_rows + rows[None, :]
-            tl.store(values + places, transposed, mask=(cols < n_cols)[:, None] & (rows < n_rows)[None, :])
+            tl.store(transposed_values + places, transposed, mask=(cols < n_cols)[:, None] & (rows < n_rows)[None, :])
             if index < tl.cdiv(n_cols, TILE):
-                tl.store(tl.load(row + 9).to(tl.pointer_type(tl.float32)) + cols, scale, mask=cols < n_cols)
+                tl.store(tl.load(row + 9).to(tl.pointer_type(tl.float32)) + cols, col_scale, mask=cols < n_cols)
     else:
         scale = float_scale(tl.load(amaxes), 448.0)
-        values = pointer(tl.load(row + 6), tl.uint8, ALIGNED)
-        tl.store(values + offsets, e4m3_bits(x * scale, 0, False), mask=mask)
+        patterns = pointer(tl.load(row + 6), tl.uint8, ALIGNED)
+        tl.store(patterns + offsets, e4m3_bits(x * scale, 0, False), mask=mask)
         if index == 0:
             tl.store(scales, scale)
 
@@ -129,7 +130,6 @@ def write_scaled_copies(params: Sequence[Tensor], copies: Sequence[WeightCopy], 
         tuple((c.format, *identity((c.values, c.scale, c.transposed_values, c.transposed_scale))) for c in copies),
         tuple(param.shape[:1] for param in params),
     )
-    flags = {"HAS_FOUND_INF": found_inf is not None, "TILE": _TILE, "num_warps": 8, "enable_fp_fusion": False}
     plans = cached_plans(key, lambda: _plans(params, copies))
     for plan in plans:
         assert plan.scratch is not None
@@ -138,7 +138,13 @@ def write_scaled_copies(params: Sequence[Tensor], copies: Sequence[WeightCopy], 
         for plan in plans:
             flag = plan.table if found_inf is None else found_inf
             kernel[(plan.n_chunks,)](
-                plan.table, plan.chunk_tensors, plan.chunk_starts, flag, ALIGNED=plan.is_aligned, **flags
+                plan.table,
+                plan.chunk_tensors,
+                plan.chunk_starts,
+                flag,
+                HAS_FOUND_INF=found_inf is not None,
+                ALIGNED=plan.is_aligned,
+                **LAUNCH,
             )
 
 
@@ -153,7 +159,7 @@ def _plans(params: Sequence[Tensor], copies: Sequence[WeightCopy]) -> tuple[Plan
         col_amaxes = place + amaxes.element_size() * rows if transposed_values else 0
         addresses = (values, scale, transposed_values, transposed_scale)
         table.append((param.data_ptr(), rows, cols, int(copy.format == "int8"), place, col_amaxes, *addresses))
-        tiles.append(-(-rows // _TILE) * -(-cols // _TILE))
+        tiles.append(-(-rows // TILE) * -(-cols // TILE))
         aligned.append(is_aligned(param.data_ptr(), rows, cols, values, transposed_values))
         place += amaxes.element_size() * (rows + cols)
     return build_plans(table, tiles, aligned, 1, device, amaxes)

@@ -19,7 +19,7 @@ from autoprec.ops.triton_steps import adam_kernel, sgd_kernel
 CHUNK = 2048
 _CODES = {torch.float32: FLOAT32.value, torch.bfloat16: BFLOAT16.value, torch.float16: FLOAT16.value}
 _COPY_CODES = {"bf16": BFLOAT16.value, "fp16": FLOAT16.value}
-_LAUNCH = {"SIZE": CHUNK, "num_warps": 4, "enable_fp_fusion": False}
+LAUNCH = {"SIZE": CHUNK, "num_warps": 4, "enable_fp_fusion": False}
 
 
 class _SameOrder:
@@ -102,7 +102,7 @@ def _launch(
             HAS_FOUND_INF=found_inf is not None,
             ALIGNED=plan.is_aligned,
             **flags,
-            **_LAUNCH,
+            **LAUNCH,
         )
 
 

@@ -15,8 +15,8 @@ from autoprec.ops.triton_rounding import BFLOAT16, FLOAT16, FLOAT32, INF, load_f
 
 CHUNK = 8192
 _WIDTH = tl.constexpr(6)
-_BLOCK = 1024
-_SMALL = {"num_warps": 4, "enable_fp_fusion": False}
+JOIN_BLOCK = 1024
+SMALL_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 # the counts of a chunk share one int64, so that one reduction serves all four
 _COUNT_BITS = tl.constexpr(16)
 _COUNT_MASK = tl.constexpr((1 << 16) - 1)
@@ -156,11 +156,11 @@ def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float] = (), tiny_lower: 
             enable_fp_fusion=False,
         )
         tensor_stats_kernel[(plan.n_tensors,)](
-            plan.table, plan.boundaries, amaxes, squares, counts, results, len(values), BLOCK=_BLOCK, **_SMALL
+            plan.table, plan.boundaries, amaxes, squares, counts, results, len(values), BLOCK=JOIN_BLOCK, **SMALL_LAUNCH
         )
     if values:
-        total_stats_kernel[(1,)](results, len(values), BLOCK=_BLOCK, **_SMALL)
-    return GradStats(*results[:-1].view(5, -1)[:4].unbind(0))
+        total_stats_kernel[(1,)](results, len(values), BLOCK=JOIN_BLOCK, **SMALL_LAUNCH)
+    return GradStats(results)
 
 
 def _patterns(limits: Sequence[float], grads: Sequence[Tensor], name: str) -> list[int]:
@@ -187,5 +187,5 @@ def grad_factor(total_norm: Tensor, inv_scale: Tensor | None, max_norm: float) -
     result = torch.empty(2, device=total_norm.device)
     scale = total_norm if inv_scale is None else inv_scale
     limit = min(max_norm, torch.finfo(torch.float32).max)
-    grad_factor_kernel[(1,)](total_norm, scale, limit, result, HAS_SCALE=inv_scale is not None, **_SMALL)
+    grad_factor_kernel[(1,)](total_norm, scale, limit, result, HAS_SCALE=inv_scale is not None, **SMALL_LAUNCH)
     return result[0], result[1]
