@@ -36,7 +36,7 @@ def _fresh_choice() -> Iterator[None]:
 
 
 def without_library(monkeypatch: pytest.MonkeyPatch, spec: ModuleSpec | None) -> None:
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
 
 
 def test_the_reference_is_always_there() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autoprec.ops.interface import grad_stats
+from autoprec.ops.copies import new_copy
+from autoprec.ops.interface import cast, fake_cast, grad_stats, restore
+from autoprec.ops.optimizers import fused_adam_, fused_sgd_, prepare_adam, prepare_sgd, refresh_copies_
 from autoprec.ops.reference import (
     dequantize_rows,
     embedding,
@@ -11,21 +13,34 @@ from autoprec.ops.reference import (
     quantize_rows,
     quantize_tensor,
 )
+from autoprec.ops.reference_casts import Cast
+from autoprec.ops.reference_steps import WeightCopy
 from autoprec.ops.registry import Implementation, implementations
 from autoprec.ops.statistics import GradStats, global_norm, grad_norms, scale_
 
 __all__ = [
+    "Cast",
     "GradStats",
     "Implementation",
+    "WeightCopy",
+    "cast",
     "dequantize_rows",
     "embedding",
+    "fake_cast",
     "fake_quantize",
+    "fused_adam_",
+    "fused_sgd_",
     "global_norm",
     "grad_norms",
     "grad_stats",
     "implementations",
     "linear",
+    "new_copy",
+    "prepare_adam",
+    "prepare_sgd",
     "quantize_rows",
     "quantize_tensor",
+    "refresh_copies_",
+    "restore",
     "scale_",
 ]

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import importlib.util
 import os
-from ctypes import c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 
 import torch  # loads the OpenMP runtime that the kernels then share
 
@@ -90,7 +90,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ap_adam": (None, (c_int64, *[_POINTER] * 4, c_int)),
     "ap_sgd": (None, (c_int64, *[_POINTER] * 4, c_int)),
     "ap_refresh": (None, (c_int64, _POINTER, c_int)),
-    "ap_cast": (None, (_POINTER, c_int, *[c_int64] * 4, c_int, c_int, *[_POINTER] * 4, c_int)),
+    "ap_cast": (None, (_POINTER, c_int, *[c_int64] * 4, c_int, c_int, c_float, *[_POINTER] * 4, c_int)),
     "ap_restore": (None, (_POINTER, c_int, *[c_int64] * 4, _POINTER, _POINTER, c_int)),
     "ap_fake_cast": (None, (_POINTER, c_int64, c_int64, *[_POINTER] * 4, c_int)),
     "ap_dequantize": (c_int, (_POINTER, c_int64, c_int64, *[_POINTER] * 4, c_int)),

@@ -46,7 +46,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.detach().float()
     amax = x.abs().amax(dim=1, keepdim=True) if x.numel() else x.new_zeros(x.shape[0], 1)
-    scale = INT8_MAX / amax.clamp(min=_AMAX_FLOOR)
+    # of two tensors: torch divides a number by a tensor through the reciprocal, which rounds twice
+    scale = torch.full_like(amax, INT8_MAX) / amax.clamp(min=_AMAX_FLOOR)
     # a non-finite row has no int8 value: NaN would turn into an arbitrary integer, so the scale carries it
     scale = torch.where(amax.isfinite(), scale, torch.full_like(scale, float("nan")))
     values = (x * scale).round().clamp(-INT8_MAX, INT8_MAX)

@@ -22,6 +22,29 @@ NAMES = ("reference", "cpu", "triton")
 # operation -> implementation -> where it is; imported on first use
 _WHERE: dict[str, dict[str, str]] = {
     "grad_stats": {"reference": "autoprec.ops.statistics:grad_stats", "cpu": "autoprec.ops.cpu:grad_stats"},
+    "fused_adam_": {
+        "reference": "autoprec.ops.reference_steps:fused_adam_",
+        "cpu": "autoprec.ops.cpu_steps:fused_adam_",
+    },
+    "fused_sgd_": {
+        "reference": "autoprec.ops.reference_steps:fused_sgd_",
+        "cpu": "autoprec.ops.cpu_steps:fused_sgd_",
+    },
+    "prepare_adam": {
+        "reference": "autoprec.ops.optimizers:prepare_reference_adam",
+        "cpu": "autoprec.ops.cpu_steps:PreparedAdam",
+    },
+    "prepare_sgd": {
+        "reference": "autoprec.ops.optimizers:prepare_reference_sgd",
+        "cpu": "autoprec.ops.cpu_steps:PreparedSgd",
+    },
+    "refresh_copies_": {
+        "reference": "autoprec.ops.copies:write_copies",
+        "cpu": "autoprec.ops.cpu_steps:refresh_copies_",
+    },
+    "cast": {"reference": "autoprec.ops.reference_casts:cast", "cpu": "autoprec.ops.cpu_casts:cast"},
+    "restore": {"reference": "autoprec.ops.reference_casts:restore", "cpu": "autoprec.ops.cpu_casts:restore"},
+    "fake_cast": {"reference": "autoprec.ops.reference_casts:fake_cast", "cpu": "autoprec.ops.cpu_casts:fake_cast"},
 }
 
 

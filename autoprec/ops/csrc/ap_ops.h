@@ -69,11 +69,11 @@ AP_EXPORT void ap_sgd(int64_t n, ap_parameter *parameters, const void *const *gr
                       const ap_sgd_options *options, int threads);
 
 /* Rounds a matrix to a format. With scales != NULL each block of block_rows x block_cols gets its own scale, format
- * maximum / amax, in row-major order of the blocks; amaxes (same shape, or one) may be NULL. random: seed and offset or
- * NULL. */
+ * maximum / amax, in row-major order of the blocks; else everything is multiplied by factor. amaxes has the shape of
+ * scales, or one entry without them; it may be NULL. random: seed and offset or NULL. */
 AP_EXPORT void ap_cast(const void *x, int x_format, int64_t rows, int64_t cols, int64_t block_rows, int64_t block_cols,
-                       int format, int saturate, const uint64_t *random, void *y, float *scales, float *amaxes,
-                       int threads);
+                       int format, int saturate, float factor, const uint64_t *random, void *y, float *scales,
+                       float *amaxes, int threads);
 /* Back to fp32: y = x / scale. */
 AP_EXPORT void ap_restore(const void *x, int x_format, int64_t rows, int64_t cols, int64_t block_rows,
                           int64_t block_cols, float *scales, float *y, int threads);

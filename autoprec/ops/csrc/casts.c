@@ -76,8 +76,9 @@ static void cast_block(void *context, int64_t begin, int64_t end) {
 }
 
 void ap_cast(const void *x, int x_format, int64_t rows, int64_t cols, int64_t block_rows, int64_t block_cols, int format,
-             int saturate, const uint64_t *random, void *y, float *scales, float *amaxes, int threads) {
-    cast_job job = {x, x_format, rows, cols, block_rows, block_cols, format, saturate, random, y, scales, amaxes, 1, 0};
+             int saturate, float factor, const uint64_t *random, void *y, float *scales, float *amaxes, int threads) {
+    cast_job job = {x,        x_format, rows, cols, block_rows, block_cols, format,
+                    saturate, random,   y,    scales, amaxes,   factor,     NULL};
     int64_t size = rows * cols, chunks = (size + CHUNK - 1) / CHUNK;
     int team = ap_team(size, threads);
     if (scales && (block_rows < rows || block_cols < cols)) {

@@ -72,7 +72,7 @@ AP_INLINE vu ap_from_code(vu code, ap_format f) {
         vf subnormal = __builtin_convertvector((vi)code, vf) * quantum;
         normal = vu_select((vi)code < (1 << f.mantissa_bits), (vu)subnormal, normal);
     }
-    vu top = vu_select((vi)code >= (int32_t)f.nan_code, vu_set(0x7FC00000u), vu_set(AP_INF));
+    vu top = vu_select((vi)code > (int32_t)f.inf_code, vu_set(0x7FC00000u), vu_set(AP_INF));
     return vu_select((vi)code > (int32_t)f.max_code, top, normal);
 }
 
