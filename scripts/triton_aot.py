@@ -100,7 +100,7 @@ def step_cases() -> Iterator[Case]:
                 f"adam {name} moment{', device scalars' if on_device else ''}",
                 triton_steps.adam_kernel,
                 {**PLAN, **bits, "grad_factor": "*fp32" if on_device else "fp32"},
-                {"MOMENT": moment, "GROUPED": True, "ALIGNED": True, **size}
+                {"MOMENT": moment, "ALIGNED": True, **size}
                 | dict.fromkeys(("HAS_FOUND_INF", "HAS_FACTOR_TENSOR", "HAS_STEP_TENSOR"), on_device),
                 launch,
             )

@@ -1,4 +1,4 @@
-"""Runs the tests of the GPU kernels, `test_ops_triton_*.py`, under Triton's interpreter.
+"""Runs the tests of the GPU kernels, `test_ops_triton_*.py`, under Triton's interpreter; compiles two kernels.
 
 Triton decides at its import whether it interprets, so each file gets a process of its own.
 
@@ -16,16 +16,29 @@ from pathlib import Path
 import pytest
 
 FILES = sorted(Path(__file__).parent.glob("test_ops_triton_*.py"))
+ROOT = Path(__file__).parents[1]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_under_the_interpreter(file: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, cwd=file.parents[1], env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
+@needs_triton
+def test_streaming_kernels_compile_without_spills() -> None:
+    """Two kernels for two vendors; `make triton-aot` compiles all for all."""
+    script = ROOT / "scripts" / "triton_aot.py"
+    command = [sys.executable, str(script), "--only", "grad_stats t", "--targets", "sm_90", "gfx942"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "triton-aot: kernels=2 targets=2 spills=0 failed=0"
+
+
 def test_finds_its_files() -> None:
-    assert len(FILES) >= 1
+    assert len(FILES) == 3

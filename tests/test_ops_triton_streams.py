@@ -315,6 +315,43 @@ def test_steps_work_on_expanded_and_strided_tensors() -> None:
     assert torch.equal(wide[:, 1::2], untouched)
 
 
+def test_a_prepared_step_finds_new_gradients_and_replaced_storage() -> None:
+    model = Model()
+    other = copy.deepcopy(model)
+    settings = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+    lists = (model.params, model.exp_avgs, model.exp_avg_sqs, model.steps, model.copies)
+    step = triton_optimizers.PreparedAdam(*lists)
+    for turn in range(4):
+        grads = [grad.clone() for grad in model.grads] if turn == 1 else model.grads
+        if turn == 2:
+            model.params[0].data = model.params[0].data.clone()
+        if turn == 3:
+            grads = [grad.float() for grad in grads]
+        step(grads, **settings)  # type: ignore[arg-type]
+        other.adam(reference_steps, **settings)
+    assert_near(model.params, other.params, 8)
+    assert_copies(model)
+
+
+def test_prepared_sgd_is_the_plain_call() -> None:
+    model = Model()
+    other = copy.deepcopy(model)
+    step = triton_optimizers.PreparedSgd(model.params, model.exp_avgs, model.copies)
+    for turn in range(2):
+        step(model.grads, lr=0.1, momentum=0.9, is_first=turn == 0)
+        triton_optimizers.fused_sgd_(
+            other.params, other.grads, other.exp_avgs, lr=0.1, momentum=0.9, is_first=turn == 0, copies=other.copies
+        )
+    for one, two in zip(model.written(), other.written(), strict=True):
+        assert torch.equal(one.flatten().view(torch.uint8), two.flatten().view(torch.uint8))
+
+
+def test_refreshed_copies_are_the_reference() -> None:
+    model = Model()
+    triton_optimizers.refresh_copies_(model.params, model.copies)
+    assert_copies(model)
+
+
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_copies_carry_a_non_finite_weight_in_the_scale(bad: float) -> None:
     weight = torch.randn(70, 80)
@@ -350,4 +387,9 @@ def test_steps_refuse_what_they_cannot_do() -> None:
     model.grads[0] = model.grads[0].double()
     with pytest.raises(TypeError, match="Passed a gradient of torch.float64"):
         model.adam(triton_optimizers)
+    with pytest.raises(ValueError, match="Passed 1 gradients for 8 parameters"):
+        triton_optimizers.fused_sgd_(model.params, model.grads[:1], lr=0.1)
+    meta = torch.zeros((), device="meta")
+    with pytest.raises(ValueError, match="Passed `found_inf` on meta"):
+        triton_optimizers.fused_sgd_(model.params, model.grads, lr=0.1, found_inf=meta)
     triton_optimizers.fused_sgd_([], [], None, lr=0.1)

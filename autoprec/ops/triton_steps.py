@@ -17,7 +17,6 @@ from autoprec.ops.triton_rounding import (
     float16_bits,
     load_float,
     pointer,
-    random_at,
     random_run,
 )
 
@@ -64,7 +63,7 @@ def _float64(bits):
 def adam_kernel(
     table, chunk_tensors, chunk_starts, found_inf, grad_factor, lr_bits: tl.int64, beta1_bits: tl.int64,
     beta2_bits: tl.int64, step_size, bias_correction2_sqrt, keep, weight_decay, one_minus_beta1, beta2, one_minus_beta2,
-    eps, sign, seed: tl.int64, offset: tl.int64, MOMENT: tl.constexpr, GROUPED: tl.constexpr,
+    eps, sign, seed: tl.int64, offset: tl.int64, MOMENT: tl.constexpr,
     HAS_FOUND_INF: tl.constexpr, HAS_FACTOR_TENSOR: tl.constexpr, HAS_STEP_TENSOR: tl.constexpr,
     ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -112,10 +111,7 @@ def adam_kernel(
     if MOMENT == FLOAT32:
         tl.store(pointer(moments, tl.float32, ALIGNED) + offsets, exp_avg_sq, mask=mask)
     else:
-        first = tl.load(row + 9) + start
-        random = (
-            random_run(seed, offset, first, SIZE) if GROUPED else random_at(seed, offset, first + tl.arange(0, SIZE))
-        )
+        random = random_run(seed, offset, tl.load(row + 9) + start, SIZE)
         if MOMENT == BFLOAT16:
             bits = bfloat16_bits(exp_avg_sq, random, True, True)
         else:

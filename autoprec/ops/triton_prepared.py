@@ -1,0 +1,147 @@
+"""What fused steps have in common: lists in one memory order, launches that are remembered, scaled copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from autoprec.ops.reference_steps import WeightCopy
+from autoprec.ops.triton_copies import write_scaled_copies
+from autoprec.ops.triton_plans import Plan, is_dense
+from autoprec.ops.triton_rounding import BFLOAT16, FLOAT16, FLOAT32
+
+CODES = {torch.float32: FLOAT32.value, torch.bfloat16: BFLOAT16.value, torch.float16: FLOAT16.value}
+PLAIN_COPIES = {"bf16": BFLOAT16.value, "fp16": FLOAT16.value}
+_DTYPE = attrgetter("dtype")
+# address patterns of one preparation that are remembered: allocators alternate between a few
+_MAX_KNOWN = 8
+Column = Sequence["Tensor | None"]
+
+
+class Group(NamedTuple):
+    """Positions that one kernel launch can serve, or two if some are not aligned."""
+
+    moment: int
+    first: int
+    plans: tuple[Plan, ...]
+
+
+class SameOrder:
+    """Lists whose tensors lie in memory in one order at each position; others are worked on in contiguous clones.
+
+    Args:
+        grads: Read only.
+        columns: What a step writes.
+    """
+
+    def __init__(self, grads: Sequence[Tensor], *columns: Column) -> None:
+        self.columns: list[list[Tensor | None]] = [list(column) for column in (columns[0], grads, *columns[1:])]
+        self.clones: list[tuple[Tensor, Tensor]] = []
+        for position, tensors in enumerate(zip(*self.columns, strict=True)):
+            if not _is_one_order([t for t in tensors if t is not None]):
+                for column in self.columns:
+                    original = column[position]
+                    if original is not None:
+                        column[position] = clone = original.detach().clone(memory_format=torch.contiguous_format)
+                        if original is not grads[position]:
+                            self.clones.append((original, clone))
+
+    def write_back(self) -> None:
+        """Brings what was written into clones to where it belongs."""
+        for original, clone in self.clones:
+            original.detach().copy_(clone)
+
+
+def _is_one_order(tensors: Sequence[Tensor]) -> bool:
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    stride = tensors[0].stride()
+    return is_dense(tensors[0]) and all(tensor.stride() == stride for tensor in tensors)
+
+
+class Prepared:
+    """Lists that a step works on again and again, and the launches made for them.
+
+    Args:
+        params: float32, on one device.
+        columns: Further lists that the step writes, in the memory order of ``params``.
+        copies: Copies to write, one entry for each parameter.
+        others: Further tensors whose addresses the launches hold.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        columns: Sequence[Column],
+        copies: Sequence[WeightCopy | None] | None,
+        others: Sequence[Tensor] = (),
+    ) -> None:
+        self.params, self._columns = params, columns
+        self._copies: Sequence[WeightCopy | None] = [None] * len(params) if copies is None else copies
+        plain = [None if c is None or c.format not in PLAIN_COPIES else c for c in self._copies]
+        self._copy_values = [None if c is None else c.values for c in plain]
+        self.copy_codes = [0 if c is None else PLAIN_COPIES[c.format] for c in plain]
+        self._scaled = [i for i, c in enumerate(self._copies) if c is not None and c.format not in PLAIN_COPIES]
+        lists = (params, *columns, self._copy_values, others)
+        self._fixed = [tensor for column in lists for tensor in column if tensor is not None]
+        self._known: dict[Hashable, tuple[list[Group], SameOrder]] = {}
+
+    def launches(
+        self, grads: Sequence[Tensor], pattern: Hashable, build: Callable[[list[list[Tensor | None]]], list[Group]]
+    ) -> tuple[list[Group], SameOrder]:
+        """The launches for these gradients, built by ``build(columns)`` unless addresses and ``pattern`` are known.
+
+        Raises:
+            TypeError: If a gradient has another dtype than float32, bfloat16 and float16.
+            ValueError: If there is not one gradient for each parameter.
+        """
+        # few calls for each tensor: this is what a step costs the host
+        strides = [None if grad.is_contiguous() else grad.stride() for grad in grads]
+        addresses = tuple(map(Tensor.data_ptr, self._fixed)), tuple(map(Tensor.data_ptr, grads))
+        key = (addresses, tuple(map(_DTYPE, grads)), tuple(strides), pattern)
+        found = self._known.get(key)
+        if found is None:
+            _check(self.params, grads)
+            order = SameOrder(grads, self.params, *self._columns, self._copy_values)
+            found = build(order.columns), order
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            if not order.clones:
+                self._known[key] = found
+        return found
+
+    def write_scaled(self, found_inf: Tensor | None) -> None:
+        """Writes the copies whose scales follow from whole rows or tensors."""
+        write_scaled(self.params, self._copies, self._scaled, found_inf)
+
+
+def _check(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    if len(grads) != len(params):
+        raise ValueError(f"Passed {len(grads)} gradients for {len(params)} parameters.")
+    for grad in grads:
+        if grad.dtype not in CODES:
+            raise TypeError(f"Passed a gradient of {grad.dtype}. Gradients must be float32, bfloat16 or float16.")
+
+
+def check_found_inf(found_inf: Tensor | None, params: Sequence[Tensor]) -> None:
+    """Raises ValueError unless ``found_inf`` is where the parameters are."""
+    if found_inf is not None and found_inf.device != params[0].device:
+        raise ValueError(
+            f"Passed `found_inf` on {found_inf.device}. It must be on {params[0].device}, where the parameters are."
+        )
+
+
+def write_scaled(
+    params: Sequence[Tensor],
+    copies: Sequence[WeightCopy | None],
+    positions: Sequence[int],
+    found_inf: Tensor | None = None,
+) -> None:
+    """Writes the int8 and e4m3 copies at some positions of the lists; nothing where ``found_inf`` is set."""
+    pairs = [(params[i].detach().contiguous(), copy) for i in positions if (copy := copies[i]) and params[i].numel()]
+    if pairs:
+        write_scaled_copies([param for param, _ in pairs], [copy for _, copy in pairs], found_inf)
