@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autoprec.ops.reference import is_fp8_native
 from autoprec.ops.reference_casts import FORMATS, Cast, block_shape
+from autoprec.ops.triton_plans import as_int64
 from autoprec.ops.triton_rounding import (
     BFLOAT16,
     E4M3,
@@ -224,10 +226,10 @@ def cast(
         "FORMAT": code,
         "SATURATE": saturate,
         "IS_STOCHASTIC": seed is not None,
-        "NATIVE": _is_native(x.device),
+        "NATIVE": is_fp8_native(x.device),
         **LAUNCH,
     }
-    random = (_as_signed(seed or 0), _as_signed(offset))
+    random = (as_int64(seed or 0), as_int64(offset))
     if granularity not in (None, "tensor"):
         return _cast_blocks(x, values, block_shape(granularity, rows, cols), (rows, cols), random, flags)
     is_current = granularity is not None
@@ -342,16 +344,5 @@ def fake_cast(x: Tensor, exponent_bits: Tensor, mantissa_bits: Tensor, is_finite
     return rounded
 
 
-def _as_signed(number: int) -> int:
-    """64 bits as the kernel's int64."""
-    number &= 0xFFFFFFFFFFFFFFFF
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
 def _pattern(amax: Tensor | None, other: Tensor) -> Tensor:
     return other if amax is None else amax.view(torch.int32)
-
-
-def _is_native(device: torch.device) -> bool:
-    """Whether the device converts to 8-bit floats itself (CUDA compute capability 8.9 and later)."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

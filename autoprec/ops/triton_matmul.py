@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autoprec.ops.reference import is_fp8_native
 from autoprec.ops.triton_casts import cast
 from autoprec.ops.triton_rounding import bfloat16_bits, e4m3_to_float16, e5m2_to_float16
 
@@ -121,11 +122,6 @@ def _tiles(rows: int, cols: int, large: dict[str, int]) -> tuple[tuple[int], dic
     return (count,), tile
 
 
-def is_fp8_unit(device: torch.device) -> bool:
-    """Whether the device's matrix units read e4m3fn (CUDA compute capability 8.9 and later)."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def block_scaled_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     """Multiplies block-scaled fp8 matrices, ``a @ b.t()``, with float32 sums of every 128 products.
 
@@ -141,7 +137,7 @@ def block_scaled_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) 
     """
     _check_inner(a, b)
     y = torch.empty(len(a), len(b), dtype=torch.bfloat16, device=a.device)
-    is_native = is_fp8_unit(a.device)
+    is_native = is_fp8_native(a.device)
     grid, tile = _tiles(len(a), len(b), LARGE if is_native else NARROW)
     if y.numel():
         block_scaled_matmul_kernel[grid](

@@ -14,19 +14,13 @@ import torch
 from torch import Tensor
 
 from autoprec.ops.reference_steps import WeightCopy, stream_starts
-from autoprec.ops.triton_plans import Plan, linear_plans
+from autoprec.ops.triton_plans import Plan, as_int64, linear_plans
 from autoprec.ops.triton_prepared import CODES, PLAIN_COPIES, Column, Group, Prepared, check_found_inf, write_scaled
 from autoprec.ops.triton_rounding import FLOAT32
 from autoprec.ops.triton_steps import adam_kernel, sgd_kernel
 
 CHUNK = 2048
 LAUNCH = {"SIZE": CHUNK, "num_warps": 4, "enable_fp_fusion": False}
-
-
-def _as_signed(number: int) -> int:
-    """64 bits as the kernel's int64."""
-    number &= 0xFFFFFFFFFFFFFFFF
-    return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _float64_bits(number: float) -> int:
@@ -132,8 +126,8 @@ class PreparedAdam:
                 1 - beta2,
                 eps,
                 -1.0 if maximize else 1.0,
-                _as_signed(seed),
-                _as_signed(offset),
+                as_int64(seed),
+                as_int64(offset),
             )
             _launch(
                 adam_kernel,

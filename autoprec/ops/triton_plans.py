@@ -154,6 +154,12 @@ def identity(tensors: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
     return tuple(None if t is None else (t.data_ptr(), t.numel(), t.dtype, t.device) for t in tensors)
 
 
+def as_int64(number: int) -> int:
+    """The low 64 bits of a number as the signed integer that a kernel takes."""
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >> 63 else number
+
+
 def is_dense(x: Tensor) -> bool:
     """Whether the elements fill one block of memory, in whatever order."""
     if x.is_contiguous():
