@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoprec.ops.copies import new_copy
+from autoprec.ops.int8 import int8_linear, int8_matmul
 from autoprec.ops.interface import cast, fake_cast, grad_stats, restore
 from autoprec.ops.optimizers import fused_adam_, fused_sgd_, prepare_adam, prepare_sgd, refresh_copies_
 from autoprec.ops.reference import (
@@ -34,6 +35,8 @@ __all__ = [
     "grad_norms",
     "grad_stats",
     "implementations",
+    "int8_linear",
+    "int8_matmul",
     "linear",
     "new_copy",
     "prepare_adam",

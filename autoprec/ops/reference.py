@@ -148,12 +148,17 @@ class _Int8Linear(torch.autograd.Function):
 
     @staticmethod
     def _grad_x(grad: Tensor, weight: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # create_graph=True: the same values in differentiable operations
-            columns = fake_quantize(weight.t(), round_int8)
-            return fake_quantize(grad.float(), round_int8) @ columns.float().t()
+        if torch.is_grad_enabled():  # create_graph=True
+            return differentiable_int8_grad(grad, weight)
         g_values, g_scale = quantize_rows(grad)
         w_values, w_scale = quantize_rows(weight.t())
         return int_matmul(g_values, w_values.t()).float() / g_scale / w_scale.t()
+
+
+def differentiable_int8_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    """The input gradient of an int8 layer in float32 operations that can be differentiated again."""
+    columns = fake_quantize(weight.t(), round_int8)
+    return fake_quantize(grad.float(), round_int8) @ columns.float().t()
 
 
 def is_fp8_native(device: torch.device) -> bool:

@@ -38,6 +38,10 @@ _WHERE: dict[str, dict[str, str]] = {
         "reference": "autoprec.ops.optimizers:prepare_reference_sgd",
         "cpu": "autoprec.ops.cpu_steps:PreparedSgd",
     },
+    "int8_matmul": {
+        "reference": "autoprec.ops.int8:reference_int8_matmul",
+        "cpu": "autoprec.ops.cpu_matmul:int8_matmul",
+    },
     "refresh_copies_": {
         "reference": "autoprec.ops.copies:write_copies",
         "cpu": "autoprec.ops.cpu_steps:refresh_copies_",

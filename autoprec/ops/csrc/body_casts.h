@@ -1,13 +1,11 @@
-/* Casts between fp32 and every format, rounding in place, random words. Included once per ISA. */
+/* Casts between fp32 and every format, and rounding in place. Included once per ISA. */
 #include "round.h"
 
 #define AP_INT8_MAX 127.0f
 
 /* int8 as 32-bit integers; NaN becomes 0 */
 AP_INLINE vi to_int8(vf x, const vu *random) {
-    x = vf_select(x == x, x, vf_set(0.0f));
-    x = vf_select(x > AP_INT8_MAX, vf_set(AP_INT8_MAX), x);
-    x = vf_select(x < -AP_INT8_MAX, vf_set(-AP_INT8_MAX), x);
+    x = vf_clamp(x, AP_INT8_MAX);
     /* adding 1.5 * 2**23 leaves the nearest integer, ties to even, in the low bits */
     vi nearest = (vi)(x + 12582912.0f) - 0x4B400000;
     if (!random) return nearest;
@@ -31,6 +29,8 @@ AP_INLINE void encode_lanes(vf x, int format, int saturate, const vu *random, vo
         store_code(y, format, i, (vu)to_int8(x, random) & 0xFF);
     } else if (format == AP_BF16 && !saturate && !random) {
         vu_store16((uint16_t *)y + i, ap_nearest_bf16(pattern));
+    } else if (format == AP_BF16 && saturate && random) {
+        vu_store16((uint16_t *)y + i, ap_stochastic_bf16(pattern, *random));
 #if defined(AP_AVX512)
     } else if (format == AP_FP16 && !saturate && !random) {
         __m256i half = _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
@@ -64,8 +64,10 @@ AP_INLINE void encode_as(const float *x, int64_t n, float factor, int format, in
 
 AP_INLINE void encode_format(const float *x, int64_t n, float factor, int format, int saturate, const uint32_t *random,
                              void *y) {
-    if (random) {
-        encode_as(x, n, factor, format, saturate, random, y);
+    if (random && saturate) {
+        encode_as(x, n, factor, format, 1, random, y);
+    } else if (random) {
+        encode_as(x, n, factor, format, 0, random, y);
     } else if (saturate) {
         encode_as(x, n, factor, format, 1, 0, y);
     } else {
@@ -123,42 +125,4 @@ static void round_values(const float *x, int64_t n, int exponent_bits, int manti
     memcpy(rest, x + i, (size_t)(n - i) * 4);
     vf_store(rest, round_lanes(vf_load(rest), f));
     memcpy(y + i, rest, (size_t)(n - i) * 4);
-}
-
-/* the 64 words of one group: lane of the counter runs over 16, each block gives four words 16 elements apart */
-AP_INLINE void random_group(ap_stream stream, uint64_t group, uint32_t *words) {
-    for (int first = 0; first < 16; first += AP_LANES) {
-        uint64_t counter = 16 * group + (uint64_t)first; /* never carries within a group */
-        uint32_t k0 = (uint32_t)stream.seed, k1 = (uint32_t)(stream.seed >> 32);
-        vu x0 = vu_set((uint32_t)counter), x1 = vu_set((uint32_t)(counter >> 32));
-        vu x2 = vu_set((uint32_t)stream.offset), x3 = vu_set((uint32_t)(stream.offset >> 32));
-        for (int lane = 0; lane < AP_LANES; lane++) x0[lane] += (uint32_t)lane;
-        for (int round = 0; round < 10; round++) {
-            vu high0, low0, high2, low2;
-            vu_mul_wide(x0, 0xD2511F53u, &high0, &low0);
-            vu_mul_wide(x2, 0xCD9E8D57u, &high2, &low2);
-            x0 = high2 ^ x1 ^ k0;
-            x1 = low2;
-            x2 = high0 ^ x3 ^ k1;
-            x3 = low0;
-            k0 += 0x9E3779B9u;
-            k1 += 0xBB67AE85u;
-        }
-        vf_store((float *)words + first, (vf)x0);
-        vf_store((float *)words + first + 16, (vf)x1);
-        vf_store((float *)words + first + 32, (vf)x2);
-        vf_store((float *)words + first + 48, (vf)x3);
-    }
-}
-
-static void random_words(ap_stream stream, int64_t n, uint32_t *words) {
-    for (int64_t i = 0; i < n;) {
-        uint64_t element = stream.element + (uint64_t)i;
-        int64_t skipped = (int64_t)(element % AP_GROUP);
-        int64_t count = AP_GROUP - skipped < n - i ? AP_GROUP - skipped : n - i;
-        uint32_t group[AP_GROUP];
-        random_group(stream, element / AP_GROUP, group);
-        memcpy(words + i, group + skipped, (size_t)count * 4);
-        i += count;
-    }
 }

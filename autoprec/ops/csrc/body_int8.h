@@ -2,17 +2,12 @@
 
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
 
-/* 16 x 16 bytes; four rounds of interleaving row i with row i + 8 */
-AP_INLINE void transpose16(bytes16 rows[16]) {
-    for (int round = 0; round < 4; round++) {
-        bytes16 next[16];
-        for (int i = 0; i < 8; i++) {
-            next[2 * i] = __builtin_shufflevector(rows[i], rows[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6,
-                                                  22, 7, 23);
-            next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13,
-                                                      29, 14, 30, 15, 31);
-        }
-        memcpy(rows, next, sizeof next);
+/* rows i and i + 8 become rows 2 i and 2 i + 1 with their bytes taking turns; four times this transposes 16 x 16 bytes */
+AP_INLINE void interleave(const bytes16 in[16], bytes16 out[16]) {
+    for (int i = 0; i < 8; i++) {
+        out[2 * i] = __builtin_shufflevector(in[i], in[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        out[2 * i + 1] = __builtin_shufflevector(in[i], in[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30,
+                                                 15, 31);
     }
 }
 
@@ -24,37 +19,62 @@ AP_INLINE float int8_scale(float amax) {
 
 #define AP_STRIP 64
 
+/* 64 columns of one row; what lies past the matrix reads as zero */
+AP_INLINE void load_line(const float *x, int64_t cols, float line[AP_STRIP]) {
+    if (cols == AP_STRIP) {
+        memcpy(line, x, AP_STRIP * sizeof(float));
+    } else {
+        memset(line, 0, AP_STRIP * sizeof(float));
+        memcpy(line, x, (size_t)cols * sizeof(float));
+    }
+}
+
 static void column_scales(const float *x, int64_t rows, int64_t stride, int64_t cols, float scales[AP_STRIP]) {
-    int32_t largest[AP_STRIP] = {0};
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t col = 0; col < cols; col++) {
-            int32_t magnitude = as_pattern(x[row * stride + col]) & 0x7FFFFFFF;
-            largest[col] = magnitude > largest[col] ? magnitude : largest[col];
+    vi largest[AP_STRIP / AP_LANES] = {{0}};
+    for (int64_t row = 0; row < rows; row++) {
+        float line[AP_STRIP];
+        load_line(x + row * stride, cols, line);
+        for (int k = 0; k < AP_STRIP / AP_LANES; k++)
+            largest[k] = vi_max(largest[k], (vi)((vu)vf_load(line + k * AP_LANES) & AP_MAGNITUDE));
+    }
+    for (int k = 0; k < AP_STRIP; k++) scales[k] = int8_scale(as_float(largest[k / AP_LANES][k % AP_LANES]));
+}
+
+/* a tile of int8 rows, transposed */
+AP_INLINE void transpose_tile(uint8_t rows[AP_STRIP][AP_STRIP], uint8_t cols[AP_STRIP][AP_STRIP]) {
+    for (int row = 0; row < AP_STRIP; row += 16)
+        for (int col = 0; col < AP_STRIP; col += 16) {
+            bytes16 block[16], other[16];
+            for (int k = 0; k < 16; k++) memcpy(&block[k], rows[row + k] + col, 16);
+            interleave(block, other);
+            interleave(other, block);
+            interleave(block, other);
+            interleave(other, block);
+            for (int k = 0; k < 16; k++) memcpy(cols[col + k] + row, &block[k], 16);
         }
-    for (int64_t col = 0; col < cols; col++) scales[col] = int8_scale(as_float(largest[col]));
 }
 
 static void transpose_rows(const float *x, int64_t rows, int64_t stride, int64_t cols, int8_t *values, float *scales) {
-    float padded[AP_STRIP] = {0};
+    float padded[AP_STRIP];
     column_scales(x, rows, stride, cols, padded);
-    memcpy(scales, padded, (size_t)cols * 4);
-    for (int64_t first = 0; first < rows; first += 16) {
-        int64_t count = rows - first < 16 ? rows - first : 16;
-        uint8_t tile[16][AP_STRIP] = {{0}};
+    memcpy(scales, padded, (size_t)cols * sizeof(float));
+    for (int64_t first = 0; first < rows; first += AP_STRIP) {
+        int64_t count = rows - first < AP_STRIP ? rows - first : AP_STRIP;
+        uint8_t tile[AP_STRIP][AP_STRIP], transposed[AP_STRIP][AP_STRIP];
         for (int64_t row = 0; row < count; row++) {
-            float line[AP_STRIP] = {0};
-            memcpy(line, x + (first + row) * stride, (size_t)cols * 4);
-            for (int col = 0; col < AP_STRIP; col += AP_LANES) {
-                vf scaled = vf_load(line + col) * vf_load(padded + col);
-                vu_store8(tile[row] + col, (vu)to_int8(scaled, 0));
-            }
+            float line[AP_STRIP];
+            load_line(x + (first + row) * stride, cols, line);
+            for (int k = 0; k < AP_STRIP; k += AP_LANES)
+                vu_store8(tile[row] + k, (vu)to_int8(vf_load(line + k) * vf_load(padded + k), 0));
         }
-        for (int64_t col = 0; col < cols; col += 16) {
-            bytes16 block[16];
-            for (int row = 0; row < 16; row++) memcpy(&block[row], tile[row] + col, 16);
-            transpose16(block);
-            for (int64_t k = 0; k < 16 && col + k < cols; k++)
-                memcpy(values + (col + k) * rows + first, &block[k], (size_t)count);
+        if (count < AP_STRIP) memset(tile[count], 0, (size_t)(AP_STRIP - count) * AP_STRIP);
+        transpose_tile(tile, transposed);
+        for (int64_t col = 0; col < cols; col++) {
+            if (count == AP_STRIP) {
+                memcpy(values + col * rows + first, transposed[col], AP_STRIP);
+            } else {
+                memcpy(values + col * rows + first, transposed[col], (size_t)count);
+            }
         }
     }
 }

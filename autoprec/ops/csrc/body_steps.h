@@ -1,6 +1,13 @@
 /* One step of an optimizer on a range of fp32 numbers, in torch's order of operations, with a fused
  * multiply-add where its own fused kernels have one, so that both give the same bits. Included once per ISA. */
 
+/* x / divisor, correctly rounded like the division, which is several times slower: the quotient by the reciprocal is
+ * corrected by its exact remainder (Markstein, 1990). Infinity has no remainder. */
+AP_INLINE vf divide_by(vf x, float divisor, float reciprocal) {
+    vf quotient = x * reciprocal, remainder = vf_fma(quotient, vf_set(-divisor), x);
+    return vf_select(x < INFINITY, vf_fma(remainder, vf_set(reciprocal), quotient), quotient);
+}
+
 AP_INLINE void adam_lanes(float *param, vf grad, float *exp_avg, float *exp_avg_sq, const ap_adam_scalars *s) {
     vf p = vf_load(param), m = vf_load(exp_avg), v = vf_load(exp_avg_sq);
     grad *= s->grad_factor;
@@ -11,7 +18,7 @@ AP_INLINE void adam_lanes(float *param, vf grad, float *exp_avg, float *exp_avg_
     }
     m = vf_fma(vf_set(s->one_minus_beta1), grad - m, m);
     v = vf_fma(s->one_minus_beta2 * grad, grad, v * s->beta2);
-    vf denominator = vf_sqrt(v) / s->bias_correction2_sqrt + s->eps;
+    vf denominator = divide_by(vf_sqrt(v), s->bias_correction2_sqrt, s->inv_bias_correction2_sqrt) + s->eps;
     vf_store(param, p + -s->step_size * m / denominator);
     vf_store(exp_avg, m);
     vf_store(exp_avg_sq, v);

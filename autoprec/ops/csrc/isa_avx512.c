@@ -5,6 +5,7 @@
 #include "target_begin.h"
 
 #include "body_casts.h"
+#include "body_random.h"
 #include "body_stats.h"
 #include "body_steps.h"
 #include "body_int8.h"

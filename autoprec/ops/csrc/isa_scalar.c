@@ -1,5 +1,6 @@
 /* The kernels for any machine with a C compiler. */
 #include "body_casts.h"
+#include "body_random.h"
 #include "body_stats.h"
 #include "body_steps.h"
 #include "body_int8.h"

@@ -7,7 +7,7 @@
 #include "ap_ops.h"
 
 /* Elements that are worked on while they stay in the first-level cache; a multiple of AP_GROUP. */
-#define AP_TILE 1024
+#define AP_TILE 512
 /* Philox words come in groups of this many elements. */
 #define AP_GROUP 64
 
@@ -25,7 +25,7 @@ typedef struct {
 
 typedef struct {
     float lr, weight_decay, step_size, keep; /* keep: 1 - lr * weight_decay, for the decoupled form */
-    float one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, eps;
+    float one_minus_beta1, beta2, one_minus_beta2, bias_correction2_sqrt, inv_bias_correction2_sqrt, eps;
     float grad_factor;
     int decoupled;
 } ap_adam_scalars;

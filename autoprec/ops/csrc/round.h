@@ -81,9 +81,17 @@ AP_INLINE vu ap_with_sign(vu code, vu pattern, int bits) { return code | ((patte
 
 /* bf16 patterns of the nearest values; the common case of ap_to_code in a third of the operations */
 AP_INLINE vu ap_nearest_bf16(vu pattern) {
-    vu rounded = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16;
-    vu is_nan = (vu)((vi)(pattern & AP_MAGNITUDE) > (int32_t)AP_INF);
-    return vu_select((vi)is_nan, 0x7FC0 | ((pattern & AP_SIGN) >> 16), rounded);
+    vu upper = pattern >> 16, rounded = (pattern + 0x7FFF + (upper & 1)) >> 16;
+    vi is_number = (vf)pattern == (vf)pattern;
+    return vu_select(is_number, rounded, upper | 0x40); /* a quiet NaN */
+}
+
+/* bf16 patterns around the values, never infinite; what ap_to_code gives, saturating and with random words */
+AP_INLINE vu ap_stochastic_bf16(vu pattern, vu random) {
+    vi magnitude = (vi)(pattern & AP_MAGNITUDE);
+    vi code = (magnitude >> 16) - ((vi)(random >> 16) < (magnitude & 0xFFFF));
+    code = vi_min(code, vi_set(0x7F7F));
+    return vu_select(magnitude > (int32_t)AP_INF, vu_set(0x7FC0), (vu)code) | ((pattern & AP_SIGN) >> 16);
 }
 
 AP_INLINE vu ap_load_pattern(const void *x, int format, int64_t i) {

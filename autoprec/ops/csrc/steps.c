@@ -73,6 +73,7 @@ static void set_adam_scalars(const ap_adam_options *o, double step, ap_adam_scal
     s->beta2 = (float)o->beta2;
     s->one_minus_beta2 = (float)(1.0 - o->beta2);
     s->bias_correction2_sqrt = (float)sqrt(1.0 - pow(o->beta2, step));
+    s->inv_bias_correction2_sqrt = 1.0f / s->bias_correction2_sqrt;
     s->eps = (float)o->eps;
     s->grad_factor = (float)o->grad_factor;
     s->decoupled = (int)o->decoupled;
@@ -168,11 +169,20 @@ static void finish_copies(void *context, int64_t begin, int64_t end) {
     }
 }
 
+/* e4m3 scales hold the amax until it is complete; rows and columns without entries have the scale of zeros */
+static void begin_copy(const ap_parameter *p) {
+    if (p->copy.format == AP_E4M3) *p->copy.scale = 0.0f;
+    if (p->copy.format != AP_INT8 || p->size) return;
+    for (int64_t i = 0; i < p->rows; i++) p->copy.scale[i] = ap_scale(AP_INT8, 0.0f);
+    for (int64_t i = 0; i < p->cols && p->copy.transposed_scale; i++)
+        p->copy.transposed_scale[i] = ap_scale(AP_INT8, 0.0f);
+}
+
 static void run(step_job *job, int threads) {
     int64_t elements = 0;
     for (int64_t i = 0; i < job->n; i++) {
         elements += job->parameters[i].size;
-        if (job->parameters[i].copy.format == AP_E4M3) *job->parameters[i].copy.scale = 0.0f; /* holds the amax */
+        begin_copy(&job->parameters[i]);
     }
     int team = ap_team(elements, threads);
     ap_parallel(number_chunks(job, update_chunks), team, step_chunks, job);

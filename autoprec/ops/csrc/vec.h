@@ -1,7 +1,7 @@
 /* A vector of the native width and the few operations the kernels need. Included once per ISA.
  *
  * Arithmetic is written with the compiler's vector types, which gcc and clang lower to whatever the target has; only
- * what they have no operator for (fma, sqrt, wide products, half conversions) uses intrinsics. Every operation acts on
+ * what they have no operator for (fma, sqrt, minima, half conversions) uses intrinsics. Every operation acts on
  * single lanes, so results do not depend on the width. */
 #ifndef AP_VEC_H
 #define AP_VEC_H
@@ -43,8 +43,17 @@ AP_INLINE vf vf_load(const float *p) {
 AP_INLINE void vf_store(float *p, vf x) { memcpy(p, &x, sizeof x); }
 
 /* lanes where mask is set from a, the others from b */
-AP_INLINE vi vi_select(vi mask, vi a, vi b) { return (mask & a) | (~mask & b); }
-AP_INLINE vu vu_select(vi mask, vu a, vu b) { return ((vu)mask & a) | (~(vu)mask & b); }
+AP_INLINE vi vi_select(vi mask, vi a, vi b) {
+#if defined(AP_AVX512)
+    return (vi)_mm512_mask_mov_epi32((__m512i)b, _mm512_movepi32_mask((__m512i)mask), (__m512i)a);
+#elif defined(AP_AVX2)
+    return (vi)_mm256_blendv_epi8((__m256i)b, (__m256i)a, (__m256i)mask);
+#else
+    return (mask & a) | (~mask & b);
+#endif
+}
+
+AP_INLINE vu vu_select(vi mask, vu a, vu b) { return (vu)vi_select(mask, (vi)a, (vi)b); }
 AP_INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)vi_select(mask, (vi)a, (vi)b); }
 
 AP_INLINE vi vi_max(vi a, vi b) {
@@ -64,6 +73,18 @@ AP_INLINE vi vi_min(vi a, vi b) {
     return (vi)_mm256_min_epi32((__m256i)a, (__m256i)b);
 #else
     return vi_select(a < b, a, b);
+#endif
+}
+
+/* clamped to [-limit, limit], NaN to 0 */
+AP_INLINE vf vf_clamp(vf x, float limit) {
+#if defined(AP_AVX512)
+    __m512 number = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_ORD_Q), (__m512)x);
+    return (vf)_mm512_max_ps(_mm512_min_ps(number, _mm512_set1_ps(limit)), _mm512_set1_ps(-limit));
+#else
+    x = vf_select(x == x, x, vf_set(0.0f));
+    x = vf_select(x > limit, vf_set(limit), x);
+    return vf_select(x < -limit, vf_set(-limit), x);
 #endif
 }
 
@@ -96,27 +117,6 @@ AP_INLINE vf vf_sqrt(vf x) {
 #else
     for (int lane = 0; lane < AP_LANES; lane++) x[lane] = sqrtf(x[lane]);
     return x;
-#endif
-}
-
-/* both halves of the 64-bit products of each lane with m */
-AP_INLINE void vu_mul_wide(vu x, uint32_t m, vu *high, vu *low) {
-#if defined(AP_AVX512)
-    __m512i a = (__m512i)x, factor = _mm512_set1_epi32((int)m);
-    __m512i even = _mm512_mul_epu32(a, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), factor);
-    *low = (vu)_mm512_mask_blend_epi32(0xAAAA, even, _mm512_slli_epi64(odd, 32));
-    *high = (vu)_mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
-#elif defined(AP_AVX2)
-    __m256i a = (__m256i)x, factor = _mm256_set1_epi32((int)m);
-    __m256i even = _mm256_mul_epu32(a, factor), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), factor);
-    *low = (vu)_mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
-    *high = (vu)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
-#else
-    for (int lane = 0; lane < AP_LANES; lane++) {
-        uint64_t product = (uint64_t)x[lane] * m;
-        (*high)[lane] = (uint32_t)(product >> 32);
-        (*low)[lane] = (uint32_t)product;
-    }
 #endif
 }
 
