@@ -164,7 +164,7 @@ def check_matmuls(device: str) -> Iterator[Row]:
         exact_b = triton_casts.restore(b_cast.values, b_cast.scale, granularity="128x128").double()
         yield product_row(f"matmul {name} 1x128 x e4m3 128x128", y, exact_a, exact_b)
     a_cast, b_cast = (triton_casts.cast(x, "int8", granularity="row") for x in (a, b))
-    y = triton_matmul.int8_matmul(a_cast.values, b_cast.values, *scales(a_cast, b_cast))
+    y = triton_matmul.scaled_int8_matmul(a_cast.values, b_cast.values, *scales(a_cast, b_cast))
     exact_a, exact_b = (triton_casts.restore(c.values, c.scale, granularity="row").double() for c in (a_cast, b_cast))
     yield product_row("matmul int8 rows", y, exact_a, exact_b)
     if device == "cuda" and not reference.is_fp8_native(torch.device(device)):

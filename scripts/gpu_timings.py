@@ -137,7 +137,7 @@ def time_matmuls() -> Iterator[Row]:
         operations = 2 * size**3
         variants: list[tuple[str, str, str, str, Callable[..., Tensor]]] = [
             ("fp8 blocks", "e4m3", "1x128", "128x128", triton_matmul.block_scaled_matmul),
-            ("int8 rows", "int8", "row", "row", triton_matmul.int8_matmul),
+            ("int8 rows", "int8", "row", "row", triton_matmul.scaled_int8_matmul),
         ]
         if reference.is_fp8_native(a.device):
             variants += [(f"fp8 {g}", "e4m3", g, g, triton_matmul.scaled_matmul) for g in ("tensor", "row")]

@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("test_ops_triton.py starts it under Triton's interpreter", allow_module_level=True)
 
 from autoprec.ops import reference, triton_casts, triton_matmul
+from autoprec.ops.int8 import reference_int8_matmul
 
 SIZES = [(64, 64, 256), (70, 200, 130), (1, 3, 17), (130, 129, 128)]
 BF16_ROUNDING = 2.0**-8  # half a unit in the last place
@@ -48,22 +49,17 @@ def test_block_scaled_matmul_is_the_product_of_what_was_cast(size: tuple[int, in
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_int8_linear_is_exact_up_to_the_last_rounding(size: tuple[int, int, int], has_bias: bool) -> None:
+def test_int8_matmul_is_the_reference(size: tuple[int, int, int], has_bias: bool) -> None:
     rows, cols, inner = size
     x, bias = uneven(rows, inner).bfloat16(), torch.randn(cols) if has_bias else None
-    values, scale = reference.quantize_rows(torch.randn(cols, inner))
-    y = triton_matmul.int8_linear(x, values, scale, bias)
-    x_values, x_scale, _ = triton_casts.cast(x, "int8", granularity="row")
-    assert x_scale is not None
-    exact = (x_values.double() @ values.double().t()) / x_scale.double() / scale.double().t()
-    magnitude = exact.abs() if bias is None else exact.abs() + bias.double().abs()
-    assert_rounded(y, exact if bias is None else exact + bias.double(), magnitude)
+    copy = reference.quantize_rows(torch.randn(cols, inner))
+    assert torch.equal(triton_matmul.int8_matmul(x, *copy, bias), reference_int8_matmul(x, *copy, bias))
 
 
 def test_int8_input_gradient_reads_the_transposed_copy() -> None:
     weight, grad = torch.randn(48, 33), torch.randn(20, 48)
     transposed = reference.quantize_rows(weight.t())
-    grad_x = triton_matmul.int8_linear(grad, *transposed)
+    grad_x = triton_matmul.int8_matmul(grad, *transposed)
     exact = grad.double() @ weight.double()
     assert float((grad_x.double() - exact).norm() / exact.norm()) < 0.02
 
@@ -71,7 +67,7 @@ def test_int8_input_gradient_reads_the_transposed_copy() -> None:
 def test_rows_that_are_not_finite_stay_visible() -> None:
     x = torch.randn(4, 32)
     x[1, 3] = torch.nan
-    y = triton_matmul.int8_linear(x, *reference.quantize_rows(torch.randn(8, 32)))
+    y = triton_matmul.int8_matmul(x, *reference.quantize_rows(torch.randn(8, 32)))
     assert y.isnan().all(dim=1).tolist() == [False, True, False, False]
 
 
@@ -98,6 +94,6 @@ def test_scaled_matmul_without_the_public_name(monkeypatch: pytest.MonkeyPatch) 
 def test_empty_and_unequal_matrices() -> None:
     values, scale = reference.quantize_rows(torch.randn(5, 7))
     empty = torch.zeros(0, 7)
-    assert triton_matmul.int8_linear(empty, values, scale).shape == (0, 5)
+    assert triton_matmul.int8_matmul(empty, values, scale).shape == (0, 5)
     with pytest.raises(ValueError, match=r"Passed matrices \[5, 7\] and \[5, 6\]"):
-        triton_matmul.int8_matmul(values, values[:, :6], scale, scale)
+        triton_matmul.scaled_int8_matmul(values, values[:, :6], scale, scale)

@@ -211,7 +211,7 @@ def cast(
         format_name: ``bf16``, ``fp16``, ``tf32``, ``e4m3``, ``e5m2`` or ``int8``.
         granularity: ``tensor``, ``row``, ``1x128`` or ``128x128``; ``None`` for no scale or the one that is passed.
         scale: ``[]``, float32: a scale known beforehand.
-        saturate: Too large becomes the largest value, not infinity.
+        saturate: Too large becomes the largest value, not infinity. What its own amax scales saturates always.
         seed: Rounds stochastically with the random words of this seed.
         offset: Place in the stream of random words.
         with_amax: Returns the amax even without a granularity, as a by-product of the same launch.
@@ -224,7 +224,7 @@ def cast(
     flags = {
         "INPUT": _INPUT_CODES[x.dtype],
         "FORMAT": code,
-        "SATURATE": saturate,
+        "SATURATE": saturate or granularity is not None,
         "IS_STOCHASTIC": seed is not None,
         "NATIVE": is_fp8_native(x.device),
         **LAUNCH,

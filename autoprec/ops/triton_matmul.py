@@ -157,7 +157,7 @@ def block_scaled_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) 
     return y
 
 
-def int8_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def scaled_int8_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiplies row-scaled int8 matrices, ``a @ b.t()``, and dequantises in the same launch.
 
     Args:
@@ -191,23 +191,22 @@ def int8_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Te
     return y
 
 
-def int8_linear(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Linear layer in int8: quantises rows of ``x``, multiplies, dequantises; two launches.
-
-    The input gradient is the same operation on the output's gradient and the transposed copy.
+def int8_matmul(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`autoprec.ops.int8_matmul` on a GPU, equal bit for bit: quantises rows of ``x``, multiplies; two launches.
 
     Args:
-        x: ``[rows, inner]``, floating point.
-        values: ``[cols, inner]``, int8: a weight copy's ``values``, or ``transposed_values`` for the input gradient.
-        scale: ``[cols, 1]``, float32: the scale of those.
-        bias: ``[cols]`` or ``None``.
+        x: ``[rows, in_features]``, floating point.
+        values: ``[out_features, in_features]``, int8: a weight copy's ``values``, or its ``transposed_values`` for the
+            input gradient.
+        scale: ``[out_features, 1]``, float32: the scale of those.
+        bias: ``[out_features]`` or ``None``.
 
     Returns:
-        ``[rows, cols]``, bfloat16.
+        ``[rows, out_features]``, bfloat16.
     """
     rows, row_scale, _ = cast(x, "int8", granularity="row")
     assert row_scale is not None
-    return int8_matmul(rows, values, row_scale, scale, bias)
+    return scaled_int8_matmul(rows, values.flatten(1), row_scale, scale, bias)
 
 
 def scaled_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None = None) -> Tensor:
