@@ -87,9 +87,22 @@ class Model:
         state = (self.exp_avgs, self.exp_avg_sqs, self.steps)
         module.fused_adam_(self.params, self.grads, *state, **{**ADAM, **options})
 
+    def written(self) -> list[Tensor]:
+        """Everything that a step writes."""
+        values = [one.values for one in self.copies if one is not None]
+        return [*self.params, *self.exp_avgs, *self.exp_avg_sqs, *self.steps, *values]
+
+
+def on_cpu(model: Model) -> Model:
+    """A twin with the same numbers on the host."""
+    twin = Model(SMALL, "cpu", model.exp_avg_sqs[0].dtype)
+    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "steps"):
+        setattr(twin, name, [tensor.cpu().clone() for tensor in getattr(model, name)])
+    return twin
+
 
 def check_steps(device: str) -> Iterator[Row]:
-    from autoprec.ops import copies, reference_steps, triton_optimizers
+    from autoprec.ops import copies, cpu_steps, native, reference_steps, triton_optimizers
 
     for moment in (torch.float32, torch.bfloat16, torch.float16):
         model = Model(SMALL, device, moment)
@@ -110,9 +123,15 @@ def check_steps(device: str) -> Iterator[Row]:
             for part in ("values", "scale", "transposed_values", "transposed_scale")
         )
         yield Row("  its weight copies", wrong == 0, f"{wrong} differ")
+    if native.missing() is None:
+        twin = on_cpu(model)
+        for module, one in ((triton_optimizers, model), (cpu_steps, twin)):
+            one.adam(module, copies=one.copies, seed=3, grad_factor=0.3)
+        wrong = sum(map(count_different, (t.cpu() for t in model.written()), twin.written()))
+        yield Row("AdamW against the C kernel", wrong == 0, f"{wrong} differ")
     before = copy.deepcopy(model)
     model.adam(triton_optimizers, found_inf=torch.ones((), device=device), copies=model.copies)
-    changed = sum(map(count_different, model.params + model.exp_avg_sqs, before.params + before.exp_avg_sqs))
+    changed = sum(map(count_different, model.written(), before.written()))
     yield Row("AdamW with found_inf writes nothing", changed == 0, f"{changed} changed")
     model = Model(SMALL, device)
     other = copy.deepcopy(model)

@@ -50,8 +50,8 @@ class PreparedAdam:
 
     One launch moves all parameters, one more for each further dtype of second moments, for tensors that are not aligned
     to 16 bytes, and for step counters on the host that differ. int8 and e4m3 copies take two more launches. The host
-    waits for the device only if ``lr`` is a tensor there. Products enter sums through fused multiply-add, as in the
-    ``cpu`` kernels; eager torch rounds in between.
+    waits for the device only if ``lr`` is a tensor there. The bits are those of the ``cpu`` implementation, 16-bit
+    moments included; eager torch rounds where these use a fused multiply-add.
 
     Args:
         params: float32, on one device.

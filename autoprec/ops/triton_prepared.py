@@ -142,6 +142,19 @@ def write_scaled(
     found_inf: Tensor | None = None,
 ) -> None:
     """Writes the int8 and e4m3 copies at some positions of the lists; nothing where ``found_inf`` is set."""
-    pairs = [(params[i].detach().contiguous(), copy) for i in positions if (copy := copies[i]) and params[i].numel()]
+    pairs = [(_in_order_of(copy, params[i]), copy) for i in positions if (copy := copies[i]) and params[i].numel()]
     if pairs:
         write_scaled_copies([param for param, _ in pairs], [copy for _, copy in pairs], found_inf)
+
+
+def _in_order_of(copy: WeightCopy, param: Tensor) -> Tensor:
+    """A weight whose elements lie in memory as those of its copy do."""
+    values = copy.values
+    if copy.format == "e4m3" and values.stride() == param.stride() and is_dense(values):
+        return param.detach()
+    if not values.is_contiguous():
+        raise ValueError(
+            f"Passed an {copy.format} copy with strides {values.stride()} for a parameter with strides"
+            f" {param.stride()}. int8 copies must be contiguous, e4m3 copies that or laid out like the parameter."
+        )
+    return param.detach().contiguous()

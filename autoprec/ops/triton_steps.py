@@ -67,7 +67,7 @@ def adam_kernel(
     HAS_FOUND_INF: tl.constexpr, HAS_FACTOR_TENSOR: tl.constexpr, HAS_STEP_TENSOR: tl.constexpr,
     ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Adam or AdamW on one chunk, in the order of operations of the CPU kernel.
+    """Adam or AdamW on one chunk, with the operations of the C kernel and so its bits.
 
     ``keep`` is 1 - lr x weight_decay for the decoupled form, else 1; ``weight_decay`` is 0 for the decoupled form.
     Where the step counters are on the device, ``step_size`` and ``bias_correction2_sqrt`` are computed here from the
@@ -102,7 +102,7 @@ def adam_kernel(
     grad = tl.where(weight_decay != 0.0, tl.fma(param, zero + weight_decay, grad), grad)
     param = param * keep
     exp_avg = tl.fma(grad - exp_avg, zero + one_minus_beta1, exp_avg)
-    exp_avg_sq = tl.fma(exp_avg_sq, zero + beta2, grad * one_minus_beta2 * grad)
+    exp_avg_sq = tl.fma(grad * one_minus_beta2, grad, exp_avg_sq * beta2)
     denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), zero + bias_correction2_sqrt) + eps
     param = param + tl.div_rn(exp_avg * -step_size, denominator)
     tl.store(param_pointers, param, mask=mask)
@@ -126,7 +126,7 @@ def sgd_kernel(
     HAS_MOMENTUM: tl.constexpr, IS_NESTEROV: tl.constexpr, IS_FIRST: tl.constexpr, HAS_FOUND_INF: tl.constexpr,
     HAS_FACTOR_TENSOR: tl.constexpr, ALIGNED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """SGD on one chunk, in the order of operations of the reference."""
+    """SGD on one chunk, with the operations of the C kernel and so its bits."""
     if HAS_FOUND_INF:
         if tl.load(found_inf) != 0.0:
             return
@@ -151,7 +151,7 @@ def sgd_kernel(
         buffer = grad
         if not IS_FIRST:
             stored = tl.load(buffer_pointers, mask=mask, other=0.0)
-            buffer = tl.fma(stored, zero + momentum, grad * one_minus_dampening)
+            buffer = tl.fma(grad, zero + one_minus_dampening, stored * momentum)
         tl.store(buffer_pointers, buffer, mask=mask)
         grad = tl.fma(buffer, zero + momentum, grad) if IS_NESTEROV else buffer
     param = tl.fma(grad, zero - lr, param)
