@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 FILES = sorted(Path(__file__).parent.glob("test_ops_triton_*.py"))
 ROOT = Path(__file__).parents[1]
@@ -38,6 +39,26 @@ def test_streaming_kernels_compile_without_spills() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "triton-aot: kernels=2 targets=2 spills=0 failed=0"
+
+
+def run_gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_check_says_that_there_is_no_gpu() -> None:
+    done = run_gpu_check()
+    assert done.returncode == 2
+    assert "there is no GPU here" in done.stdout
+
+
+@needs_triton
+@pytest.mark.slow
+def test_gpu_check_holds_under_the_interpreter() -> None:
+    done = run_gpu_check("--interpret")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "failed=0" in done.stdout.splitlines()[-1]
 
 
 def test_finds_its_files() -> None:
