@@ -7,7 +7,7 @@ STAMPS := build/stamps
 KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(KERNELS)
 
-.PHONY: demo test slow lint types imports check triton-aot zoo range-lowest range-newest range check-all clean
+.PHONY: demo test slow lint types imports check sanitize zoo range-lowest range-newest range check-all clean
 
 demo: $(READY)
 	$(BIN)/autoprec demo
@@ -30,8 +30,8 @@ imports: $(READY)
 
 check: lint types imports test
 
-triton-aot: $(READY)
-	$(BIN)/python scripts/triton_aot.py --write
+sanitize: $(READY)
+	$(BIN)/python scripts/sanitize.py
 
 zoo: $(READY)
 	$(BIN)/python scripts/zoo.py
@@ -42,7 +42,7 @@ range-lowest range-newest: range-%: $(READY)
 	$(BIN)/python scripts/check_range.py $*
 
 # each part leaves a stamp: after an interruption, or a failure that is mended, only what is missing runs
-check-all: $(addprefix $(STAMPS)/,check slow range-lowest range-newest zoo demo)
+check-all: $(addprefix $(STAMPS)/,check slow sanitize range-lowest range-newest zoo demo)
 	@echo "check-all: every part passed"
 
 $(STAMPS)/%: $(SOURCES) | $(READY)

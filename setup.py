@@ -29,10 +29,10 @@ class BuildKernels(build_ext):
     def _has_openmp(self) -> bool:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.c")
-            source.write_text("#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n")
+            source.write_text("#include <omp.h>\nint probe(void) { return omp_get_max_threads(); }\n")
             try:
                 objects = self.compiler.compile([str(source)], output_dir=folder, extra_postargs=["-fopenmp"])
-                self.compiler.link_executable(objects, "probe", output_dir=folder, extra_postargs=["-fopenmp"])
+                self.compiler.link_shared_object(objects, str(Path(folder, "probe.so")), extra_postargs=["-fopenmp"])
             except (CCompilerError, ExecError):
                 return False
         return True
