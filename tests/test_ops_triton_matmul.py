@@ -1,11 +1,13 @@
-"""Matmuls under Triton's interpreter against float64 products of the same 8-bit numbers.
+"""Matmuls under Triton's interpreter against float64 products of the same 8-bit numbers; signatures of all operations.
 
 Time budget: 20 s.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +16,18 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("test_ops_triton.py starts it under Triton's interpreter", allow_module_level=True)
 
-from autoprec.ops import reference, triton_casts, triton_matmul
+from autoprec.ops import (
+    copies,
+    optimizers,
+    reference,
+    reference_casts,
+    reference_steps,
+    statistics,
+    triton_casts,
+    triton_matmul,
+    triton_optimizers,
+    triton_statistics,
+)
 from autoprec.ops.int8 import reference_int8_matmul
 
 SIZES = [(64, 64, 256), (70, 200, 130), (1, 3, 17), (130, 129, 128)]
@@ -97,3 +110,37 @@ def test_empty_and_unequal_matrices() -> None:
     assert triton_matmul.int8_matmul(empty, values, scale).shape == (0, 5)
     with pytest.raises(ValueError, match=r"Passed matrices \[5, 7\] and \[5, 6\]"):
         triton_matmul.scaled_int8_matmul(values, values[:, :6], scale, scale)
+
+
+@pytest.mark.parametrize(
+    ("ours", "specification"),
+    [
+        (triton_statistics.grad_stats, statistics.grad_stats),
+        (triton_casts.cast, reference_casts.cast),
+        (triton_casts.restore, reference_casts.restore),
+        (triton_casts.fake_cast, reference_casts.fake_cast),
+        (triton_matmul.int8_matmul, reference_int8_matmul),
+        (triton_optimizers.refresh_copies_, copies.write_copies),
+        (triton_optimizers.PreparedAdam, optimizers.prepare_reference_adam),
+        (triton_optimizers.PreparedSgd, optimizers.prepare_reference_sgd),
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_signatures_are_those_of_the_reference(
+    ours: Callable[..., object], specification: Callable[..., object]
+) -> None:
+    assert list(inspect.signature(ours).parameters) == list(inspect.signature(specification).parameters)
+
+
+def test_steps_take_the_options_of_the_reference() -> None:
+    pairs = [
+        (triton_optimizers.PreparedAdam.__call__, reference_steps.fused_adam_),
+        (triton_optimizers.PreparedSgd.__call__, reference_steps.fused_sgd_),
+    ]
+    for ours, specification in pairs:
+        options = [
+            {p.name: p.default for p in inspect.signature(f).parameters.values() if p.kind is p.KEYWORD_ONLY}
+            for f in (ours, specification)
+        ]
+        del options[1]["copies"]
+        assert options[0] == options[1]
