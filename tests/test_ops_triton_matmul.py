@@ -133,7 +133,7 @@ def test_signatures_are_those_of_the_reference(
 
 
 def test_steps_take_the_options_of_the_reference() -> None:
-    pairs = [
+    pairs: list[tuple[Callable[..., object], Callable[..., object]]] = [
         (triton_optimizers.PreparedAdam.__call__, reference_steps.fused_adam_),
         (triton_optimizers.PreparedSgd.__call__, reference_steps.fused_sgd_),
     ]

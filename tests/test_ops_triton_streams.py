@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,6 +139,22 @@ def test_plans_are_kept_and_dropped() -> None:
     for size in range(1, 100):
         triton_plans.linear_plans("test", [[torch.zeros(size)]], [()], 16)
     assert triton_plans.linear_plans("test", [x], [()] * 3, 16) is not first
+
+
+def test_calls_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which need not be where the tensors are."""
+    seen: list[object] = []
+
+    @contextmanager
+    def device_of(tensor: Tensor) -> Iterator[None]:
+        seen.append(tensor)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    model = Model()
+    triton_statistics.grad_stats(model.grads)
+    model.adam(triton_optimizers)
+    assert [tensor is model.grads[0] for tensor in seen] == [True, True]
 
 
 # ---- steps ----

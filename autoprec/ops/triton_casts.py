@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoprec.ops.reference import is_fp8_native
 from autoprec.ops.reference_casts import FORMATS, Cast, block_shape
-from autoprec.ops.triton_plans import as_int64
+from autoprec.ops.triton_plans import as_int64, on_own_device
 from autoprec.ops.triton_rounding import (
     BFLOAT16,
     E4M3,
@@ -190,6 +190,7 @@ def fake_cast_kernel(x, y, exponent_bits, mantissa_bits, is_finite_only, cols, S
     tl.store(y + row * cols + offsets, (rounded.to(tl.uint32) | sign).to(tl.float32, bitcast=True), mask=mask)
 
 
+@on_own_device
 def cast(
     x: Tensor,
     format_name: str,
@@ -291,6 +292,7 @@ def _cast_blocks(
     return Cast(values, scales, amaxes)
 
 
+@on_own_device
 def restore(values: Tensor, scale: Tensor | None = None, *, granularity: str | None = None) -> Tensor:
     """Back to float32: ``values / scale``; see :func:`autoprec.ops.reference_casts.restore`, equal bit for bit."""
     values = values.detach().contiguous()
@@ -316,6 +318,7 @@ def restore(values: Tensor, scale: Tensor | None = None, *, granularity: str | N
     return restored
 
 
+@on_own_device
 def fake_cast(x: Tensor, exponent_bits: Tensor, mantissa_bits: Tensor, is_finite_only: Tensor) -> Tensor:
     """Rounds each row of a stacked tensor to its own format; see :func:`autoprec.ops.reference_casts.fake_cast`.
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoprec.ops.triton_plans import Plan, build_plans, cached_plans, identity, is_aligned
+from autoprec.ops.triton_plans import Plan, build_plans, cached_plans, identity, is_aligned, on_own_device
 from autoprec.ops.triton_rounding import e4m3_bits, float_scale, int8_scale, int8_values, magnitude_bits, pointer
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def copy_write_kernel(
             tl.store(scales, scale)
 
 
+@on_own_device
 def write_scaled_copies(params: Sequence[Tensor], copies: Sequence[WeightCopy], found_inf: Tensor | None) -> None:
     """Writes int8 and e4m3 copies of weights, two launches for all of them.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autoprec.ops.reference import is_fp8_native
 from autoprec.ops.triton_casts import cast
+from autoprec.ops.triton_plans import on_own_device
 from autoprec.ops.triton_rounding import bfloat16_bits, e4m3_to_float16, e5m2_to_float16
 
 BLOCK = 128
@@ -122,6 +123,7 @@ def _tiles(rows: int, cols: int, large: dict[str, int]) -> tuple[tuple[int], dic
     return (count,), tile
 
 
+@on_own_device
 def block_scaled_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
     """Multiplies block-scaled fp8 matrices, ``a @ b.t()``, with float32 sums of every 128 products.
 
@@ -157,6 +159,7 @@ def block_scaled_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) 
     return y
 
 
+@on_own_device
 def scaled_int8_matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiplies row-scaled int8 matrices, ``a @ b.t()``, and dequantises in the same launch.
 

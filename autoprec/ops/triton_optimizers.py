@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autoprec.ops.reference_steps import WeightCopy, stream_starts
-from autoprec.ops.triton_plans import Plan, as_int64, linear_plans
+from autoprec.ops.triton_plans import Plan, as_int64, linear_plans, on_own_device
 from autoprec.ops.triton_prepared import CODES, PLAIN_COPIES, Column, Group, Prepared, check_found_inf, write_scaled
 from autoprec.ops.triton_rounding import FLOAT32
 from autoprec.ops.triton_steps import adam_kernel, sgd_kernel
@@ -74,6 +74,7 @@ class PreparedAdam:
         self._moments = [CODES[moment.dtype] for moment in exp_avg_sqs]
         self._starts = stream_starts([param.numel() for param in params])
 
+    @on_own_device
     def __call__(
         self,
         grads: Sequence[Tensor],
@@ -178,6 +179,7 @@ class PreparedSgd:
         buffers: Column = [None] * len(params) if momentum_buffers is None else momentum_buffers
         self._prepared = Prepared(params, (buffers,), copies)
 
+    @on_own_device
     def __call__(
         self,
         grads: Sequence[Tensor],

@@ -7,12 +7,17 @@ copied once, without a wait, and kept for as long as the same tensors come again
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ALIGNMENT = 16
 _MAX_PLANS = 64
@@ -113,12 +118,13 @@ def linear_plans(
         size, the address from each column (0 for ``None``), the extra numbers.
     """
     key = (kind, tuple(map(identity, columns)), tuple(map(tuple, extra)))
-    return cached_plans(key, lambda: _build_linear(columns, extra, chunk))
+    return cached_plans(key, lambda: build_linear_plans(columns, extra, chunk))
 
 
-def _build_linear(
+def build_linear_plans(
     columns: Sequence[Sequence[Tensor | None]], extra: Sequence[Sequence[int]], chunk: int
 ) -> tuple[Plan, ...]:
+    """:func:`linear_plans`, built anew."""
     first = [tensor for tensor in columns[0] if tensor is not None]
     sizes = [tensor.numel() for tensor in first]
     addresses = list(zip(*([0 if t is None else t.data_ptr() for t in column] for column in columns), strict=True))
@@ -176,3 +182,18 @@ def _send(host: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return host
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def on_own_device(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes the device of the first tensor among the arguments current during a call, as Triton launches there."""
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        for argument in args:
+            first = argument[0] if isinstance(argument, (list, tuple)) and argument else argument
+            if isinstance(first, Tensor):
+                with torch.cuda.device_of(first):
+                    return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return guarded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 import triton
@@ -10,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autoprec.ops.statistics import GradStats
-from autoprec.ops.triton_plans import is_dense, linear_plans
+from autoprec.ops.triton_plans import Plan, build_linear_plans, cached_plans, is_dense, on_own_device
 from autoprec.ops.triton_rounding import BFLOAT16, FLOAT16, FLOAT32, INF, load_float, magnitude_bits
 
 CHUNK = 8192
@@ -21,6 +22,8 @@ SMALL_LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _COUNT_BITS = tl.constexpr(16)
 _COUNT_MASK = tl.constexpr((1 << 16) - 1)
 _CODES = {torch.float32: FLOAT32.value, torch.bfloat16: BFLOAT16.value, torch.float16: FLOAT16.value}
+_KIND = attrgetter("dtype", "layout")
+_PLAIN_KINDS = {(dtype, torch.strided) for dtype in _CODES}
 
 
 @triton.jit
@@ -121,6 +124,7 @@ def _dense_values(grad: Tensor) -> Tensor:
     return values if is_dense(values) else values.contiguous()
 
 
+@on_own_device
 def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float] = (), tiny_lower: Sequence[float] = ()) -> GradStats:
     """Measures gradients; :func:`autoprec.ops.grad_stats` on a GPU. The host does not wait for the device.
 
@@ -133,13 +137,11 @@ def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float] = (), tiny_lower: 
         tiny: For each gradient the magnitude below which a value underflows. Empty for no such count.
         tiny_lower: The same for a second count.
     """
-    values = [_dense_values(grad) for grad in grads]
+    values = grads if _are_plain(grads) else [_dense_values(grad) for grad in grads]
     device = values[0].device if values else torch.device("cpu")
     # tensors without elements have no chunks: their statistics are zero
     results = torch.zeros(5 * len(values) + 1, device=device)
-    limits = zip(_patterns(tiny, grads, "tiny"), _patterns(tiny_lower, grads, "tiny_lower"), strict=True)
-    extra = [(_CODES[v.dtype], *pair, slot) for slot, (v, pair) in enumerate(zip(values, limits, strict=True))]
-    for plan in linear_plans("grad_stats", [values], extra, CHUNK) if values else ():
+    for plan in _plans(values, tiny, tiny_lower) if values else ():
         amaxes = torch.empty(plan.n_chunks, device=device)
         squares = torch.empty(plan.n_chunks, dtype=torch.float64, device=device)
         counts = torch.empty(plan.n_chunks, dtype=torch.int64, device=device)
@@ -163,6 +165,23 @@ def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float] = (), tiny_lower: 
     return GradStats(results)
 
 
+def _are_plain(grads: Sequence[Tensor]) -> bool:
+    return all(map(_PLAIN_KINDS.__contains__, map(_KIND, grads))) and all(map(Tensor.is_contiguous, grads))
+
+
+def _plans(values: Sequence[Tensor], tiny: Sequence[float], tiny_lower: Sequence[float]) -> tuple[Plan, ...]:
+    # few calls for each tensor: this is what the statistics cost the host
+    what = tuple(map(Tensor.data_ptr, values)), tuple(map(Tensor.numel, values)), tuple(map(_KIND, values))
+    key = ("grad_stats", *what, tuple(tiny), tuple(tiny_lower), values[0].device)
+    return cached_plans(key, lambda: _build(values, tiny, tiny_lower))
+
+
+def _build(values: Sequence[Tensor], tiny: Sequence[float], tiny_lower: Sequence[float]) -> tuple[Plan, ...]:
+    limits = zip(_patterns(tiny, values, "tiny"), _patterns(tiny_lower, values, "tiny_lower"), strict=True)
+    extra = [(_CODES[v.dtype], *pair, slot) for slot, (v, pair) in enumerate(zip(values, limits, strict=True))]
+    return build_linear_plans([values], extra, CHUNK)
+
+
 def _patterns(limits: Sequence[float], grads: Sequence[Tensor], name: str) -> list[int]:
     """float32 patterns of the limits, which travel in the table of integers."""
     if limits and len(limits) != len(grads):
@@ -171,6 +190,7 @@ def _patterns(limits: Sequence[float], grads: Sequence[Tensor], name: str) -> li
     return patterns
 
 
+@on_own_device
 def grad_factor(total_norm: Tensor, inv_scale: Tensor | None, max_norm: float) -> tuple[Tensor, Tensor]:
     """What a step needs to know about all its gradients, on the device and in one launch.
 
