@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -139,3 +140,13 @@ def test_a_result_outlives_the_next_call() -> None:
     first = ops.grad_stats([torch.tensor([3.0, 4.0])])
     ops.grad_stats([torch.tensor([5.0, 12.0])])
     assert first.norm.tolist() == [5.0]
+
+
+def test_more_entries_than_32_bits_count() -> None:
+    """Memory that was never written reads as zeros from one shared page, so this takes an address range, not memory."""
+    size = 2**31 + 70
+    grad = torch.from_numpy(np.zeros(size, dtype=np.int16)).view(torch.bfloat16)
+    grad[-1] = 3.0
+    stats = ops.grad_stats([grad, torch.ones(1)], implementation="cpu")
+    assert stats.amax.tolist() == [3.0, 1.0]
+    assert float(stats.total_norm) == pytest.approx(math.sqrt(10.0))

@@ -132,6 +132,24 @@ def test_odd_sizes_stay_within_ulps_of_torch(isa: str) -> None:
         assert float((param - leaf.detach()).abs().max()) <= 4 * 2.0**-24 * max(1.0, float(leaf.detach().abs().max()))
 
 
+def test_second_moments_of_every_magnitude_give_torchs_bits(isa: str) -> None:
+    """The first division is computed from an approximation and has to be exact all the same."""
+    mine = Tensors([32_768])
+    moments = torch.exp2(torch.empty(32_768).uniform_(-149, 128))
+    moments[:8] = torch.tensor([0.0, 1e-45, 2.0**-126, 2.0**-90, 2.0**126, 3.4e38, torch.inf, 1.0])
+    mine.exp_avg_sqs = [moments]
+    (leaf,) = leaves_of(mine.params)
+    optimizer = AdamW([leaf], 1e-2, (0.9, 0.99), weight_decay=0.1, fused=True)
+    state = {"step": torch.tensor(6.0), "exp_avg": torch.ones(32_768), "exp_avg_sq": moments.clone()}
+    mine.exp_avgs, mine.steps = [torch.ones(32_768)], [torch.tensor(6.0)]
+    optimizer.state[leaf].update(state)
+    grad = torch.randn(32_768) * moments.clamp(max=1e30).sqrt()
+    torch_steps(optimizer, [leaf], [[grad]])
+    mine.step([grad])
+    assert_same_bits(mine.exp_avg_sqs[0], optimizer.state[leaf]["exp_avg_sq"])
+    assert_same_bits(mine.params[0], leaf.detach())
+
+
 @given(
     sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

@@ -2,12 +2,17 @@
 
 typedef uint8_t bytes16 __attribute__((vector_size(16)));
 
+#if defined(__clang__)
+#define AP_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define AP_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (bytes16){__VA_ARGS__})
+#endif
+
 /* rows i and i + 8 become rows 2 i and 2 i + 1 with their bytes taking turns; four times this transposes 16 x 16 bytes */
 AP_INLINE void interleave(const bytes16 in[16], bytes16 out[16]) {
     for (int i = 0; i < 8; i++) {
-        out[2 * i] = __builtin_shufflevector(in[i], in[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-        out[2 * i + 1] = __builtin_shufflevector(in[i], in[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30,
-                                                 15, 31);
+        out[2 * i] = AP_SHUFFLE(in[i], in[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        out[2 * i + 1] = AP_SHUFFLE(in[i], in[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     }
 }
 

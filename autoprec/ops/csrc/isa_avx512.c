@@ -1,7 +1,7 @@
 /* The kernels for x86 with AVX-512. Empty elsewhere. */
 #if defined(__x86_64__)
 #define AP_AVX512
-#define AP_TARGET "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2,prefer-vector-width=512"
+#define AP_TARGET "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2"
 #include "target_begin.h"
 
 #include "body_casts.h"
