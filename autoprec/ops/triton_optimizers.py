@@ -19,7 +19,7 @@ from autoprec.ops.triton_prepared import CODES, PLAIN_COPIES, Column, Group, Pre
 from autoprec.ops.triton_rounding import FLOAT32
 from autoprec.ops.triton_steps import adam_kernel, sgd_kernel
 
-CHUNK = 2048
+CHUNK = 1024
 LAUNCH = {"SIZE": CHUNK, "num_warps": 4, "enable_fp_fusion": False}
 
 
