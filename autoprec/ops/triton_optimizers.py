@@ -147,9 +147,9 @@ class PreparedAdam:
     def _groups(
         self, grads: Sequence[Tensor], columns: list[list[Tensor | None]], counts: Sequence[float], is_on_host: bool
     ) -> list[Group]:
-        columns = [*columns, [None] * len(grads) if is_on_host else list(self._steps)]
+        counters = [0 if is_on_host else step.data_ptr() for step in self._steps]
         codes = [CODES[grad.dtype] for grad in grads]
-        extra = list(zip(codes, self._prepared.copy_codes, self._starts, strict=True))
+        extra = list(zip(counters, codes, self._prepared.copy_codes, self._starts, strict=True))
         kinds = list(zip(self._moments, counts, strict=True))
         groups = []
         for kind in dict.fromkeys(kinds):
