@@ -26,7 +26,7 @@ AP_INLINE void store_code(void *y, int format, int64_t i, vu code) {
 AP_INLINE void encode_lanes(vf x, int format, int saturate, const vu *random, void *y, int64_t i) {
     vu pattern = (vu)x;
     if (format == AP_INT8) {
-        store_code(y, format, i, (vu)to_int8(x, random) & 0xFF);
+        store_code(y, format, i, (vu)to_int8(x, random));
     } else if (format == AP_BF16 && !saturate && !random) {
         vu_store16((uint16_t *)y + i, ap_nearest_bf16(pattern));
     } else if (format == AP_BF16 && saturate && random) {

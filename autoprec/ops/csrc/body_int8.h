@@ -16,37 +16,26 @@ AP_INLINE void interleave(const bytes16 in[16], bytes16 out[16]) {
     }
 }
 
-/* scale of an int8 row or column, NaN if it holds an entry that is not finite */
-AP_INLINE float int8_scale(float amax) {
-    if (!(amax < INFINITY)) return NAN;
-    return AP_INT8_MAX / (amax < 1e-12f ? 1e-12f : amax);
+/* one row of a tile: in place if it is whole, else from a copy in which zeros follow */
+AP_INLINE const float *whole_line(const float *x, int64_t cols, float copy[AP_STRIP]) {
+    if (cols == AP_STRIP) return x;
+    memset(copy, 0, AP_STRIP * sizeof(float));
+    memcpy(copy, x, (size_t)cols * sizeof(float));
+    return copy;
 }
 
-#define AP_STRIP 64
-
-/* 64 columns of one row; what lies past the matrix reads as zero */
-AP_INLINE void load_line(const float *x, int64_t cols, float line[AP_STRIP]) {
-    if (cols == AP_STRIP) {
-        memcpy(line, x, AP_STRIP * sizeof(float));
-    } else {
-        memset(line, 0, AP_STRIP * sizeof(float));
-        memcpy(line, x, (size_t)cols * sizeof(float));
-    }
-}
-
-static void column_scales(const float *x, int64_t rows, int64_t stride, int64_t cols, float scales[AP_STRIP]) {
+static void column_amax(const float *x, int64_t rows, int64_t stride, int64_t cols, float *amaxes) {
     vi largest[AP_STRIP / AP_LANES] = {{0}};
     for (int64_t row = 0; row < rows; row++) {
-        float line[AP_STRIP];
-        load_line(x + row * stride, cols, line);
+        float copy[AP_STRIP];
+        const float *line = whole_line(x + row * stride, cols, copy);
         for (int k = 0; k < AP_STRIP / AP_LANES; k++)
             largest[k] = vi_max(largest[k], (vi)((vu)vf_load(line + k * AP_LANES) & AP_MAGNITUDE));
     }
-    for (int k = 0; k < AP_STRIP; k++) scales[k] = int8_scale(as_float(largest[k / AP_LANES][k % AP_LANES]));
+    memcpy(amaxes, largest, (size_t)cols * sizeof(float));
 }
 
-/* a tile of int8 rows, transposed */
-AP_INLINE void transpose_tile(uint8_t rows[AP_STRIP][AP_STRIP], uint8_t cols[AP_STRIP][AP_STRIP]) {
+AP_INLINE void transpose_bytes(uint8_t rows[AP_STRIP][AP_STRIP], uint8_t cols[AP_STRIP][AP_STRIP]) {
     for (int row = 0; row < AP_STRIP; row += 16)
         for (int col = 0; col < AP_STRIP; col += 16) {
             bytes16 block[16], other[16];
@@ -59,27 +48,23 @@ AP_INLINE void transpose_tile(uint8_t rows[AP_STRIP][AP_STRIP], uint8_t cols[AP_
         }
 }
 
-static void transpose_rows(const float *x, int64_t rows, int64_t stride, int64_t cols, int8_t *values, float *scales) {
-    float padded[AP_STRIP];
-    column_scales(x, rows, stride, cols, padded);
-    memcpy(scales, padded, (size_t)cols * sizeof(float));
-    for (int64_t first = 0; first < rows; first += AP_STRIP) {
-        int64_t count = rows - first < AP_STRIP ? rows - first : AP_STRIP;
-        uint8_t tile[AP_STRIP][AP_STRIP], transposed[AP_STRIP][AP_STRIP];
-        for (int64_t row = 0; row < count; row++) {
-            float line[AP_STRIP];
-            load_line(x + (first + row) * stride, cols, line);
-            for (int k = 0; k < AP_STRIP; k += AP_LANES)
-                vu_store8(tile[row] + k, (vu)to_int8(vf_load(line + k) * vf_load(padded + k), 0));
-        }
-        if (count < AP_STRIP) memset(tile[count], 0, (size_t)(AP_STRIP - count) * AP_STRIP);
-        transpose_tile(tile, transposed);
-        for (int64_t col = 0; col < cols; col++) {
-            if (count == AP_STRIP) {
-                memcpy(values + col * rows + first, transposed[col], AP_STRIP);
-            } else {
-                memcpy(values + col * rows + first, transposed[col], (size_t)count);
-            }
+static void transpose_tile(const float *x, int64_t rows, int64_t stride, int64_t cols, const float *scales,
+                           int8_t *values, int64_t values_stride) {
+    uint8_t tile[AP_STRIP][AP_STRIP], transposed[AP_STRIP][AP_STRIP];
+    float scales_copy[AP_STRIP], copy[AP_STRIP];
+    scales = whole_line(scales, cols, scales_copy);
+    for (int64_t row = 0; row < rows; row++) {
+        const float *line = whole_line(x + row * stride, cols, copy);
+        for (int k = 0; k < AP_STRIP; k += AP_LANES)
+            vu_store8(tile[row] + k, (vu)to_int8(vf_load(line + k) * vf_load(scales + k), 0));
+    }
+    if (rows < AP_STRIP) memset(tile[rows], 0, (size_t)(AP_STRIP - rows) * AP_STRIP);
+    transpose_bytes(tile, transposed);
+    for (int64_t col = 0; col < cols; col++) {
+        if (rows == AP_STRIP) {
+            memcpy(values + col * values_stride, transposed[col], AP_STRIP);
+        } else {
+            memcpy(values + col * values_stride, transposed[col], (size_t)rows);
         }
     }
 }

@@ -5,7 +5,6 @@
 /* 64-bit lanes whose upper halves are left as they come: products read the lower ones only */
 #define AP_WIDE (AP_LANES / 2)
 typedef uint64_t vw __attribute__((vector_size(8 * AP_WIDE)));
-typedef uint32_t vw_words __attribute__((vector_size(4 * AP_WIDE)));
 
 AP_INLINE vw vw_product(vw x, uint32_t m) {
 #if defined(AP_AVX512)
@@ -17,9 +16,16 @@ AP_INLINE vw vw_product(vw x, uint32_t m) {
 #endif
 }
 
+/* the lower halves */
 AP_INLINE void store_words(uint32_t *words, vw x) {
-    vw_words narrow = __builtin_convertvector(x, vw_words);
-    memcpy(words, &narrow, sizeof narrow);
+#if defined(AP_AVX512)
+    _mm256_storeu_si256((__m256i *)words, _mm512_cvtepi64_epi32((__m512i)x));
+#elif defined(AP_AVX2)
+    __m256i lower = _mm256_permutevar8x32_epi32((__m256i)x, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));
+    _mm_storeu_si128((__m128i *)words, _mm256_castsi256_si128(lower));
+#else
+    for (int lane = 0; lane < AP_WIDE; lane++) words[lane] = (uint32_t)x[lane];
+#endif
 }
 
 AP_INLINE void random_blocks(ap_stream stream, uint64_t counter, uint32_t *words) {

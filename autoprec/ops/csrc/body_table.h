@@ -9,6 +9,7 @@ const ap_kernels AP_TABLE = {
     .random = random_words,
     .adam = adam,
     .sgd = sgd,
-    .transpose_rows = transpose_rows,
+    .column_amax = column_amax,
+    .transpose_tile = transpose_tile,
     .dequantize = dequantize,
 };

@@ -18,6 +18,9 @@ typedef struct {
     int64_t nonfinite, zero, below[2];
 } ap_sums;
 
+/* Rows and columns that are quantised and transposed together. */
+#define AP_STRIP 64
+
 /* Where a tile starts in the stream of random words. */
 typedef struct {
     uint64_t seed, offset, element;
@@ -49,8 +52,11 @@ typedef struct {
     void (*random)(ap_stream stream, int64_t n, uint32_t *words);
     void (*adam)(float *param, const float *grad, float *exp_avg, float *exp_avg_sq, int64_t n, const ap_adam_scalars *s);
     void (*sgd)(float *param, const float *grad, float *buffer, int64_t n, const ap_sgd_scalars *s);
-    /* int8 values and scale of each of up to 64 columns, transposed */
-    void (*transpose_rows)(const float *x, int64_t rows, int64_t stride, int64_t cols, int8_t *values, float *scales);
+    /* largest magnitude of each of up to AP_STRIP columns */
+    void (*column_amax)(const float *x, int64_t rows, int64_t stride, int64_t cols, float *amaxes);
+    /* int8 values of up to AP_STRIP rows and columns, transposed: those of a column, times its scale, side by side */
+    void (*transpose_tile)(const float *x, int64_t rows, int64_t stride, int64_t cols, const float *scales,
+                           int8_t *values, int64_t values_stride);
     void (*dequantize)(const int32_t *sums, int64_t n, float inv_scale, const float *inv_scales, const float *bias,
                        uint16_t *y);
 } ap_kernels;

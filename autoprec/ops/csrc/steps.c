@@ -7,8 +7,8 @@
 
 /* Elements per work item: its weights stay in the second-level cache until their int8 rows are written. */
 #define CHUNK 16384
-/* columns that are quantised and transposed together */
-#define STRIP 64
+/* The same where rows are quantised: more of them, so that the maxima of columns are merged less often. */
+#define ROWS_CHUNK (4 * CHUNK)
 
 typedef struct step_job step_job;
 /* moves one tile; scalars belong to the thread */
@@ -33,7 +33,7 @@ static int bytes_of(int64_t format) { return format == AP_FP32 ? 4 : 2; }
 
 static int64_t chunk_size(const ap_parameter *p) {
     if (p->copy.format != AP_INT8 || p->cols == 0) return CHUNK;
-    return (CHUNK / p->cols > 1 ? CHUNK / p->cols : 1) * p->cols; /* whole rows */
+    return (ROWS_CHUNK / p->cols > 1 ? ROWS_CHUNK / p->cols : 1) * p->cols; /* whole rows */
 }
 
 static int64_t update_chunks(const ap_parameter *p) {
@@ -43,7 +43,7 @@ static int64_t update_chunks(const ap_parameter *p) {
 
 static int64_t finish_chunks(const ap_parameter *p) {
     if (p->copy.format == AP_E4M3) return update_chunks(p);
-    return p->copy.format == AP_INT8 && p->copy.transposed_values ? (p->cols + STRIP - 1) / STRIP : 0;
+    return p->copy.format == AP_INT8 && p->copy.transposed_values ? (p->rows + AP_STRIP - 1) / AP_STRIP : 0;
 }
 
 /* numbers the chunks of the list and returns how many there are */
@@ -110,6 +110,12 @@ static void write_rows(const ap_parameter *p, int64_t start, int64_t count) {
         p->copy.scale[row] = scale;
         kernels->encode(x, p->cols, scale, AP_INT8, 0, NULL, (int8_t *)p->copy.values + row * p->cols);
     }
+    for (int64_t col = 0; col < p->cols && p->copy.transposed_scale; col += AP_STRIP) {
+        float amaxes[AP_STRIP];
+        int64_t width = min64(AP_STRIP, p->cols - col);
+        kernels->column_amax(p->param + start + col, count / p->cols, p->cols, width, amaxes);
+        for (int64_t k = 0; k < width; k++) ap_raise(p->copy.transposed_scale + col + k, amaxes[k]);
+    }
 }
 
 static void step_chunk(const step_job *job, int64_t i, int64_t start, int64_t count, ap_adam_scalars *scalars) {
@@ -162,20 +168,30 @@ static void finish_copies(void *context, int64_t begin, int64_t end) {
             kernels->encode(p->param + start, min64(CHUNK, p->size - start), *p->copy.scale, AP_E4M3, 1, NULL,
                             (uint8_t *)p->copy.values + start);
         } else {
-            int64_t col = index * STRIP;
-            kernels->transpose_rows(p->param + col, p->rows, p->cols, min64(STRIP, p->cols - col),
-                                    p->copy.transposed_values + col * p->rows, p->copy.transposed_scale + col);
+            int64_t row = index * AP_STRIP, rows = min64(AP_STRIP, p->rows - row);
+            for (int64_t col = 0; col < p->cols; col += AP_STRIP)
+                kernels->transpose_tile(p->param + row * p->cols + col, rows, p->cols, min64(AP_STRIP, p->cols - col),
+                                        p->copy.transposed_scale + col,
+                                        p->copy.transposed_values + col * p->rows + row, p->rows);
         }
     }
 }
 
-/* e4m3 scales hold the amax until it is complete; rows and columns without entries have the scale of zeros */
+/* Scales of whole tensors and of columns hold the amax until it is complete; rows without entries have none to come. */
 static void begin_copy(const ap_parameter *p) {
-    if (p->copy.format == AP_E4M3) *p->copy.scale = 0.0f;
-    if (p->copy.format != AP_INT8 || p->size) return;
-    for (int64_t i = 0; i < p->rows; i++) p->copy.scale[i] = ap_scale(AP_INT8, 0.0f);
-    for (int64_t i = 0; i < p->cols && p->copy.transposed_scale; i++)
-        p->copy.transposed_scale[i] = ap_scale(AP_INT8, 0.0f);
+    const ap_copy *copy = &p->copy;
+    if (copy->format == AP_E4M3) *copy->scale = 0.0f;
+    if (copy->format != AP_INT8) return;
+    for (int64_t i = 0; i < p->cols && copy->transposed_scale; i++) copy->transposed_scale[i] = 0.0f;
+    for (int64_t i = 0; i < p->rows && !p->size; i++) copy->scale[i] = ap_scale(AP_INT8, 0.0f);
+}
+
+static void complete_scales(const ap_parameter *p) {
+    const ap_copy *copy = &p->copy;
+    if (copy->format == AP_E4M3) *copy->scale = ap_scale(AP_E4M3, *copy->scale);
+    if (copy->format != AP_INT8) return;
+    for (int64_t i = 0; i < p->cols && copy->transposed_scale; i++)
+        copy->transposed_scale[i] = ap_scale(AP_INT8, copy->transposed_scale[i]);
 }
 
 static void run(step_job *job, int threads) {
@@ -186,10 +202,7 @@ static void run(step_job *job, int threads) {
     }
     int team = ap_team(elements, threads);
     ap_parallel(number_chunks(job, update_chunks), team, step_chunks, job);
-    for (int64_t i = 0; i < job->n; i++) {
-        ap_copy *copy = &job->parameters[i].copy;
-        if (copy->format == AP_E4M3) *copy->scale = ap_scale(AP_E4M3, *copy->scale);
-    }
+    for (int64_t i = 0; i < job->n; i++) complete_scales(&job->parameters[i]);
     int64_t chunks = number_chunks(job, finish_chunks);
     if (chunks) ap_parallel(chunks, team, finish_copies, job);
 }

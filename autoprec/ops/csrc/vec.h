@@ -120,26 +120,56 @@ AP_INLINE vf vf_sqrt(vf x) {
 #endif
 }
 
+/* Narrow loads and stores. gcc takes the vectors apart where it is left to convert them itself. */
 AP_INLINE vu vu_load8(const void *p) {
+#if defined(AP_AVX512)
+    return (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128(p));
+#elif defined(AP_AVX2)
+    return (vu)_mm256_cvtepu8_epi32(_mm_loadu_si64(p));
+#else
     vu8 x;
     memcpy(&x, p, sizeof x);
     return __builtin_convertvector(x, vu);
+#endif
 }
 
 AP_INLINE vu vu_load16(const void *p) {
+#if defined(AP_AVX512)
+    return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(p));
+#elif defined(AP_AVX2)
+    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128(p));
+#else
     vu16 x;
     memcpy(&x, p, sizeof x);
     return __builtin_convertvector(x, vu);
+#endif
 }
 
-AP_INLINE void vu_store8(void *p, vu x) {
-    vu8 narrow = __builtin_convertvector(x, vu8);
-    memcpy(p, &narrow, sizeof narrow);
-}
-
+/* the low 16 bits of each lane */
 AP_INLINE void vu_store16(void *p, vu x) {
+#if defined(AP_AVX512)
+    _mm256_storeu_si256(p, _mm512_cvtepi32_epi16((__m512i)x));
+#elif defined(AP_AVX2)
+    __m256i low = (__m256i)(x & 0xFFFF), pairs = _mm256_packus_epi32(low, low);
+    _mm_storeu_si128(p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0x08)));
+#else
     vu16 narrow = __builtin_convertvector(x, vu16);
     memcpy(p, &narrow, sizeof narrow);
+#endif
+}
+
+/* the low 8 bits of each lane */
+AP_INLINE void vu_store8(void *p, vu x) {
+#if defined(AP_AVX512)
+    _mm_storeu_si128(p, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(AP_AVX2)
+    __m256i low = (__m256i)(x & 0xFF), pairs = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
+    __m128i halves = _mm256_castsi256_si128(pairs);
+    _mm_storeu_si64(p, _mm_packus_epi16(halves, halves));
+#else
+    vu8 narrow = __builtin_convertvector(x, vu8);
+    memcpy(p, &narrow, sizeof narrow);
+#endif
 }
 
 #endif
