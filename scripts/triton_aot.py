@@ -239,7 +239,8 @@ def _nvidia_usage(compiled: Any, arch: int) -> Usage:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [ptxas.path, "-v", f"--gpu-name={name[1]}", file.name, "-o", "/dev/null"]
+        fusion = [] if compiled.metadata.enable_fp_fusion else ["--fmad=false"]
+        command = [ptxas.path, "-v", *fusion, f"--gpu-name={name[1]}", file.name, "-o", "/dev/null"]
         log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
     spills = sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", log)))
