@@ -31,11 +31,11 @@ def test_under_the_interpreter(file: Path) -> None:
 
 
 @needs_triton
-def test_streaming_kernels_compile_without_spills() -> None:
+def test_streaming_kernels_compile_without_spills(tmp_path: Path) -> None:
     """Two kernels for two vendors; `make triton-aot` compiles all for all."""
     script = ROOT / "scripts" / "triton_aot.py"
     command = [sys.executable, str(script), "--only", "grad_stats t", "--targets", "sm_90", "gfx942"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "triton-aot: kernels=2 targets=2 spills=0 failed=0"

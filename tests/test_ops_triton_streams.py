@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -392,6 +393,15 @@ def test_a_prepared_step_finds_new_gradients_and_replaced_storage() -> None:
     assert_copies(model)
 
 
+def test_a_prepared_step_keeps_no_gradient_alive() -> None:
+    param, grad = torch.randn(64), torch.randn(64)
+    step = triton_optimizers.PreparedSgd([param])
+    step([grad], lr=0.1)
+    gone = weakref.ref(grad)
+    del grad
+    assert gone() is None
+
+
 def test_prepared_sgd_is_the_plain_call() -> None:
     model = Model()
     other = copy.deepcopy(model)
@@ -459,6 +469,10 @@ def test_steps_refuse_what_they_cannot_do() -> None:
         model.adam(triton_optimizers)
     with pytest.raises(ValueError, match="Passed 1 gradients for 8 parameters"):
         triton_optimizers.fused_sgd_(model.params, model.grads[:1], lr=0.1)
+    with pytest.raises(ValueError, match=r"Passed a gradient \[3\] on cpu for a parameter \[4\]"):
+        triton_optimizers.fused_sgd_([torch.zeros(4)], [torch.zeros(3)], lr=0.1)
+    with pytest.raises(ValueError, match=r"Passed a tensor \[4\] of torch.float16 on cpu"):
+        triton_optimizers.fused_sgd_([torch.zeros(4).half()], [torch.zeros(4)], lr=0.1)
     meta = torch.zeros((), device="meta")
     with pytest.raises(ValueError, match="Passed `found_inf` on meta"):
         triton_optimizers.fused_sgd_(model.params, model.grads, lr=0.1, found_inf=meta)

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from autoprec.ops.reference_steps import WeightCopy, stream_starts
 from autoprec.ops.triton_plans import Plan, as_int64, linear_plans, on_own_device
-from autoprec.ops.triton_prepared import CODES, PLAIN_COPIES, Column, Group, Prepared, check_found_inf, write_scaled
+from autoprec.ops.triton_prepared import (
+    CODES,
+    PLAIN_COPIES,
+    Column,
+    Group,
+    Prepared,
+    check_found_inf,
+    write_back,
+    write_scaled,
+)
 from autoprec.ops.triton_rounding import FLOAT32
 from autoprec.ops.triton_steps import adam_kernel, sgd_kernel
 
@@ -110,7 +119,7 @@ class PreparedAdam:
         torch._foreach_add_(steps, 1.0)
         counts = list(map(Tensor.item, steps)) if is_on_host else [1.0] * len(steps)
         pattern = (is_on_host, len(set(counts)) > 1 and tuple(count - counts[0] for count in counts))
-        groups, order = prepared.launches(
+        groups, clones = prepared.launches(
             grads, pattern, lambda columns: self._groups(grads, columns, counts, is_on_host)
         )
         for moment, first, plans in groups:
@@ -139,7 +148,7 @@ class PreparedAdam:
                 HAS_FACTOR_TENSOR=isinstance(grad_factor, Tensor),
                 HAS_STEP_TENSOR=not is_on_host,
             )
-        order.write_back()
+        write_back(clones)
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))
         prepared.write_scaled(found_inf)
@@ -204,7 +213,7 @@ class PreparedSgd:
         if not prepared.params:
             return
         check_found_inf(found_inf, prepared.params)
-        ((_, _, plans),), order = prepared.launches(grads, None, lambda columns: self._groups(grads, columns))
+        ((_, _, plans),), clones = prepared.launches(grads, None, lambda columns: self._groups(grads, columns))
         _launch(
             sgd_kernel,
             plans,
@@ -215,7 +224,7 @@ class PreparedSgd:
             IS_FIRST=is_first,
             HAS_FACTOR_TENSOR=isinstance(grad_factor, Tensor),
         )
-        order.write_back()
+        write_back(clones)
         prepared.write_scaled(found_inf)
 
     def _groups(self, grads: Sequence[Tensor], columns: list[list[Tensor | None]]) -> list[Group]:

@@ -30,29 +30,30 @@ class Group(NamedTuple):
     plans: tuple[Plan, ...]
 
 
-class SameOrder:
-    """Lists whose tensors lie in memory in one order at each position; others are worked on in contiguous clones.
+Clones = list["tuple[Tensor | None, Tensor]"]
 
-    Args:
-        grads: Read only.
-        columns: What a step writes.
+
+def _in_one_order(columns: Sequence[Column], grads: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], Clones]:
+    """Lists whose tensors lie in memory in one order at each position.
+
+    Tensors that do not are replaced by contiguous clones. Pairs of originals and clones are returned as well, to be
+    kept until the launch; for gradients, which nothing writes, without the original.
     """
+    ordered, clones = [list(column) for column in columns], []
+    for position, tensors in enumerate(zip(*columns, strict=True)):
+        if not _is_one_order([t for t in tensors if t is not None]):
+            for column in ordered:
+                original = column[position]
+                if original is not None:
+                    column[position] = clone = original.detach().clone(memory_format=torch.contiguous_format)
+                    clones.append((None if original is grads[position] else original, clone))
+    return ordered, clones
 
-    def __init__(self, grads: Sequence[Tensor], *columns: Column) -> None:
-        self.columns: list[list[Tensor | None]] = [list(column) for column in (columns[0], grads, *columns[1:])]
-        self.clones: list[tuple[Tensor, Tensor]] = []
-        for position, tensors in enumerate(zip(*self.columns, strict=True)):
-            if not _is_one_order([t for t in tensors if t is not None]):
-                for column in self.columns:
-                    original = column[position]
-                    if original is not None:
-                        column[position] = clone = original.detach().clone(memory_format=torch.contiguous_format)
-                        if original is not grads[position]:
-                            self.clones.append((original, clone))
 
-    def write_back(self) -> None:
-        """Brings what was written into clones to where it belongs."""
-        for original, clone in self.clones:
+def write_back(clones: Clones) -> None:
+    """Brings what was written into clones to where it belongs."""
+    for original, clone in clones:
+        if original is not None:
             original.detach().copy_(clone)
 
 
@@ -80,6 +81,7 @@ class Prepared:
         copies: Sequence[WeightCopy | None] | None,
         others: Sequence[Tensor] = (),
     ) -> None:
+        _check_lists(params, columns)
         self.params, self._columns = params, columns
         self._copies: Sequence[WeightCopy | None] = [None] * len(params) if copies is None else copies
         plain = [None if c is None or c.format not in PLAIN_COPIES else c for c in self._copies]
@@ -88,12 +90,17 @@ class Prepared:
         self._scaled = [i for i, c in enumerate(self._copies) if c is not None and c.format not in PLAIN_COPIES]
         lists = (params, *columns, self._copy_values, others)
         self._fixed = [tensor for column in lists for tensor in column if tensor is not None]
-        self._known: dict[Hashable, tuple[list[Group], SameOrder]] = {}
+        self._known: dict[Hashable, list[Group]] = {}
 
     def launches(
         self, grads: Sequence[Tensor], pattern: Hashable, build: Callable[[list[list[Tensor | None]]], list[Group]]
-    ) -> tuple[list[Group], SameOrder]:
+    ) -> tuple[list[Group], Clones]:
         """The launches for these gradients, built by ``build(columns)`` unless addresses and ``pattern`` are known.
+
+        Nothing that is remembered holds a gradient.
+
+        Returns:
+            The launches, and what :func:`write_back` needs after them.
 
         Raises:
             TypeError: If a gradient has another dtype than float32, bfloat16 and float16.
@@ -103,28 +110,49 @@ class Prepared:
         strides = [None if grad.is_contiguous() else grad.stride() for grad in grads]
         addresses = tuple(map(Tensor.data_ptr, self._fixed)), tuple(map(Tensor.data_ptr, grads))
         key = (addresses, tuple(map(_DTYPE, grads)), tuple(strides), pattern)
-        found = self._known.get(key)
-        if found is None:
-            _check(self.params, grads)
-            order = SameOrder(grads, self.params, *self._columns, self._copy_values)
-            found = build(order.columns), order
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            if not order.clones:
-                self._known[key] = found
-        return found
+        known = self._known.get(key)
+        if known is not None:
+            return known, []
+        _check_grads(self.params, grads)
+        columns, clones = _in_one_order((self.params, grads, *self._columns, self._copy_values), grads)
+        groups = build(columns)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        if not clones:
+            self._known[key] = groups
+        return groups, clones
 
     def write_scaled(self, found_inf: Tensor | None) -> None:
         """Writes the copies whose scales follow from whole rows or tensors."""
         write_scaled(self.params, self._copies, self._scaled, found_inf)
 
 
-def _check(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+def _check_lists(params: Sequence[Tensor], columns: Sequence[Column]) -> None:
+    for param, *state in zip(params, *columns, strict=True):
+        for place, tensor in enumerate((param, *state)):
+            if tensor is None:
+                continue
+            # only a second moment may be narrow
+            allowed = tuple(CODES) if place == 2 else (torch.float32,)
+            if tensor.shape != param.shape or tensor.device != param.device or tensor.dtype not in allowed:
+                raise ValueError(
+                    f"Passed a tensor {list(tensor.shape)} of {tensor.dtype} on {tensor.device} to the step of a"
+                    f" parameter {list(param.shape)} on {param.device}. Shapes and devices must be equal, dtypes one of"
+                    f" {[str(dtype) for dtype in allowed]}."
+                )
+
+
+def _check_grads(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     if len(grads) != len(params):
         raise ValueError(f"Passed {len(grads)} gradients for {len(params)} parameters.")
-    for grad in grads:
+    for param, grad in zip(params, grads, strict=True):
         if grad.dtype not in CODES:
             raise TypeError(f"Passed a gradient of {grad.dtype}. Gradients must be float32, bfloat16 or float16.")
+        if grad.shape != param.shape or grad.device != param.device:
+            raise ValueError(
+                f"Passed a gradient {list(grad.shape)} on {grad.device} for a parameter {list(param.shape)} on"
+                f" {param.device}."
+            )
 
 
 def check_found_inf(found_inf: Tensor | None, params: Sequence[Tensor]) -> None:
