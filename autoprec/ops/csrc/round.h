@@ -47,21 +47,21 @@ AP_INLINE vi ap_nearest(vi significand, vi dropped) {
 /* one of the two multiples around it, each as likely as it is near */
 AP_INLINE vi ap_stochastic(vi significand, vi dropped, vu random) {
     vi left = vi_max(32 - dropped, vi_set(0)), right = vi_min(vi_max(dropped - 32, vi_set(0)), vi_set(31));
-    vu fraction = vu_select(dropped <= 32, (vu)significand << (vu)left, (vu)significand >> (vu)right);
-    return (significand >> vi_min(dropped, vi_set(31))) - (vi)(random < fraction);
+    vi fraction = vi_if_less(dropped, vi_set(33), (vi)((vu)significand << (vu)left), significand >> right);
+    return vi_count_below(significand >> vi_min(dropped, vi_set(31)), random, (vu)fraction);
 }
 
 /* code of the magnitude of an fp32 pattern */
 AP_INLINE vu ap_to_code(vu pattern, ap_format f, int saturate, const vu *random) {
     vi magnitude = (vi)(pattern & AP_MAGNITUDE), exponent = magnitude >> 23;
-    vi significand = vi_select(exponent > 0, (magnitude & 0x7FFFFF) | 0x800000, magnitude);
+    vi significand = vi_if_less(vi_set(0), exponent, (magnitude & 0x7FFFFF) | 0x800000, magnitude);
     exponent = vi_max(exponent, vi_set(1));
     vi dropped = 23 - f.mantissa_bits + vi_max(f.min_exponent - exponent, vi_set(0));
     vi quotient = random ? ap_stochastic(significand, dropped, *random) : ap_nearest(significand, dropped);
     vi code = ((vi_max(exponent, vi_set(f.min_exponent)) - f.min_exponent) << f.mantissa_bits) + quotient;
-    vi past_max = code > (int32_t)f.max_code;
-    code = vi_select(past_max, vi_set((int32_t)(saturate ? f.max_code : f.inf_code)), code);
-    return vu_select(magnitude > (int32_t)AP_INF, vu_set(f.nan_code), (vu)code);
+    vi past_max = vi_set((int32_t)(saturate ? f.max_code : f.inf_code));
+    code = vi_if_less(vi_set((int32_t)f.max_code), code, past_max, code);
+    return (vu)vi_if_less(vi_set((int32_t)AP_INF), magnitude, vi_set((int32_t)f.nan_code), code);
 }
 
 /* fp32 pattern of the magnitude of a code */
@@ -70,10 +70,10 @@ AP_INLINE vu ap_from_code(vu code, ap_format f) {
     if (f.min_exponent > 1) {
         float quantum = ldexpf(1.0f, f.min_exponent - 127 - f.mantissa_bits);
         vf subnormal = __builtin_convertvector((vi)code, vf) * quantum;
-        normal = vu_select((vi)code < (1 << f.mantissa_bits), (vu)subnormal, normal);
+        normal = (vu)vi_if_less((vi)code, vi_set(1 << f.mantissa_bits), (vi)subnormal, (vi)normal);
     }
-    vu top = vu_select((vi)code > (int32_t)f.inf_code, vu_set(0x7FC00000u), vu_set(AP_INF));
-    return vu_select((vi)code > (int32_t)f.max_code, top, normal);
+    vi top = vi_if_less(vi_set((int32_t)f.inf_code), (vi)code, vi_set(0x7FC00000), vi_set((int32_t)AP_INF));
+    return (vu)vi_if_less(vi_set((int32_t)f.max_code), (vi)code, top, (vi)normal);
 }
 
 /* the code of every lane with its sign in the bit above */
@@ -82,16 +82,17 @@ AP_INLINE vu ap_with_sign(vu code, vu pattern, int bits) { return code | ((patte
 /* bf16 patterns of the nearest values; the common case of ap_to_code in a third of the operations */
 AP_INLINE vu ap_nearest_bf16(vu pattern) {
     vu upper = pattern >> 16, rounded = (pattern + 0x7FFF + (upper & 1)) >> 16;
-    vi is_number = (vf)pattern == (vf)pattern;
-    return vu_select(is_number, rounded, upper | 0x40); /* a quiet NaN */
+    vi magnitude = (vi)(pattern & AP_MAGNITUDE);
+    return (vu)vi_if_less(vi_set((int32_t)AP_INF), magnitude, (vi)upper | 0x40 /* a quiet NaN */, (vi)rounded);
 }
 
 /* bf16 patterns around the values, never infinite; what ap_to_code gives, saturating and with random words */
 AP_INLINE vu ap_stochastic_bf16(vu pattern, vu random) {
     vi magnitude = (vi)(pattern & AP_MAGNITUDE);
-    vi code = (magnitude >> 16) - ((vi)(random >> 16) < (magnitude & 0xFFFF));
+    vi code = vi_count_less(magnitude >> 16, (vi)(random >> 16), magnitude & 0xFFFF);
     code = vi_min(code, vi_set(0x7F7F));
-    return vu_select(magnitude > (int32_t)AP_INF, vu_set(0x7FC0), (vu)code) | ((pattern & AP_SIGN) >> 16);
+    code = vi_if_less(vi_set((int32_t)AP_INF), magnitude, vi_set(0x7FC0), code);
+    return (vu)code | ((pattern & AP_SIGN) >> 16);
 }
 
 AP_INLINE vu ap_load_pattern(const void *x, int format, int64_t i) {

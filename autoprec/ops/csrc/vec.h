@@ -53,7 +53,6 @@ AP_INLINE vi vi_select(vi mask, vi a, vi b) {
 #endif
 }
 
-AP_INLINE vu vu_select(vi mask, vu a, vu b) { return (vu)vi_select(mask, (vi)a, (vi)b); }
 AP_INLINE vf vf_select(vi mask, vf a, vf b) { return (vf)vi_select(mask, (vi)a, (vi)b); }
 
 AP_INLINE vi vi_max(vi a, vi b) {
@@ -88,6 +87,15 @@ AP_INLINE vf vf_clamp(vf x, float limit) {
 #endif
 }
 
+/* x in the lanes where a < b, y in the others; AVX-512 compares into masks, which gcc otherwise turns into vectors */
+AP_INLINE vi vi_if_less(vi a, vi b, vi x, vi y) {
+#if defined(AP_AVX512)
+    return (vi)_mm512_mask_mov_epi32((__m512i)y, _mm512_cmplt_epi32_mask((__m512i)a, (__m512i)b), (__m512i)x);
+#else
+    return vi_select(a < b, x, y);
+#endif
+}
+
 /* count + 1 in the lanes where a < b */
 AP_INLINE vi vi_count_less(vi count, vi a, vi b) {
 #if defined(AP_AVX512)
@@ -117,6 +125,16 @@ AP_INLINE vf vf_sqrt(vf x) {
 #else
     for (int lane = 0; lane < AP_LANES; lane++) x[lane] = sqrtf(x[lane]);
     return x;
+#endif
+}
+
+/* the same for unsigned numbers */
+AP_INLINE vi vi_count_below(vi count, vu a, vu b) {
+#if defined(AP_AVX512)
+    return (vi)_mm512_mask_add_epi32((__m512i)count, _mm512_cmplt_epu32_mask((__m512i)a, (__m512i)b), (__m512i)count,
+                                     _mm512_set1_epi32(1));
+#else
+    return count - (vi)(a < b);
 #endif
 }
 
