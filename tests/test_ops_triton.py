@@ -62,4 +62,4 @@ def test_gpu_check_holds_under_the_interpreter() -> None:
 
 
 def test_finds_its_files() -> None:
-    assert len(FILES) == 3
+    assert len(FILES) == 4
