@@ -14,8 +14,7 @@ from autoprec.ops import native
 from autoprec.ops.statistics import GradStats, values_of
 
 MEASURED = {torch.float32: native.FP32, torch.bfloat16: native.BF16, torch.float16: native.FP16}
-_KIND = attrgetter("dtype", "layout", "is_cpu")
-_CODE_OF_KIND = {(dtype, torch.strided, True): code for dtype, code in MEASURED.items()}
+_IS_CPU = attrgetter("is_cpu")
 
 
 def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float] = (), tiny_lower: Sequence[float] = ()) -> GradStats:
@@ -50,12 +49,12 @@ def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float] = (), tiny_lower: 
 
 def codes_of(grads: Sequence[Tensor]) -> bytes | None:
     """The library's codes of the dtypes, ``None`` unless the kernels can read every tensor as it is."""
-    kinds = list(map(_KIND, grads))  # the first thing on the way of every step: as few calls a tensor as can be
-    try:
-        codes = bytes(map(_CODE_OF_KIND.__getitem__, kinds))
-    except KeyError:
+    try:  # on the way of every step: as few calls for each tensor as can be
+        codes = bytes([MEASURED[grad.dtype] for grad in grads])
+        is_readable = all(map(_IS_CPU, grads)) and all(map(Tensor.is_contiguous, grads))
+    except (KeyError, RuntimeError):  # another dtype, or sparse, which has no contiguity
         return None
-    return codes if all(map(Tensor.is_contiguous, grads)) else None
+    return codes if is_readable else None
 
 
 def _floats(values: Sequence[float], count: int, name: str) -> array[float]:

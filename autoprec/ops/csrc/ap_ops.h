@@ -1,8 +1,8 @@
 /* The C ABI of autoprec.ops. Plain pointers and sizes: no torch, no Python, callable through ctypes.
  *
- * Every function is safe to call from several threads at once (on other data) and gives the same bits for the same input
- * whatever the number of threads and whichever ISA runs. Ranges must not overlap. Those that return int need memory for
- * intermediate results and return -1 if there is none, with nothing written. */
+ * Every function is safe to call from several threads at once (on other data) and gives the same bits for the same
+ * input whatever the number of threads and whichever ISA runs. Ranges must not overlap. Those that return int need
+ * memory for intermediate results and return -1 if there is none, with nothing written. */
 #ifndef AP_OPS_H
 #define AP_OPS_H
 

@@ -112,7 +112,8 @@ AP_INLINE vf round_lanes(vf x, ap_format f) {
     return (vf)(ap_from_code(code, f) | (pattern & AP_SIGN));
 }
 
-static void round_values(const float *x, int64_t n, int exponent_bits, int mantissa_bits, int is_finite_only, float *y) {
+static void round_values(const float *x, int64_t n, int exponent_bits, int mantissa_bits, int is_finite_only,
+                         float *y) {
     if (exponent_bits == 8 && mantissa_bits == 23) {
         memcpy(y, x, (size_t)n * 4);
         return;

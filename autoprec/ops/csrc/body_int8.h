@@ -8,7 +8,8 @@ typedef uint8_t bytes16 __attribute__((vector_size(16)));
 #define AP_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (bytes16){__VA_ARGS__})
 #endif
 
-/* rows i and i + 8 become rows 2 i and 2 i + 1 with their bytes taking turns; four times this transposes 16 x 16 bytes */
+/* Rows i and i + 8 become rows 2 i and 2 i + 1 with their bytes taking turns; four times over, 16 x 16 bytes are
+ * transposed. */
 AP_INLINE void interleave(const bytes16 in[16], bytes16 out[16]) {
     for (int i = 0; i < 8; i++) {
         out[2 * i] = AP_SHUFFLE(in[i], in[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

@@ -30,7 +30,7 @@ AP_INLINE void store_words(uint32_t *words, vw x) {
 
 AP_INLINE void random_blocks(ap_stream stream, uint64_t counter, uint32_t *words) {
     uint32_t k0 = (uint32_t)stream.seed, k1 = (uint32_t)(stream.seed >> 32);
-    vw x0 = (vw){0} + counter, x1 = x0 >> 32; /* the sum below never carries: counters of a group share their upper bits */
+    vw x0 = (vw){0} + counter, x1 = x0 >> 32; /* counters of a group share their upper bits */
     vw x2 = (vw){0} + (uint32_t)stream.offset, x3 = (vw){0} + (stream.offset >> 32);
     static const uint64_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     vw lane;
@@ -52,14 +52,15 @@ AP_INLINE void random_blocks(ap_stream stream, uint64_t counter, uint32_t *words
 }
 
 AP_INLINE void random_group(ap_stream stream, uint64_t group, uint32_t *words) {
-    for (int first = 0; first < 16; first += AP_WIDE) random_blocks(stream, 16 * group + (uint64_t)first, words + first);
+    for (int first = 0; first < 16; first += AP_WIDE)
+        random_blocks(stream, 16 * group + (uint64_t)first, words + first);
 }
 
 static void random_words(ap_stream stream, int64_t n, uint32_t *words) {
     for (int64_t i = 0; i < n;) {
         uint64_t element = stream.element + (uint64_t)i;
         int64_t skipped = (int64_t)(element % AP_GROUP);
-        int64_t count = AP_GROUP - skipped < n - i ? AP_GROUP - skipped : n - i;
+        int64_t count = ap_min(AP_GROUP - skipped, n - i);
         if (count == AP_GROUP) {
             random_group(stream, element / AP_GROUP, words + i);
         } else {

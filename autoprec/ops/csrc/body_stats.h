@@ -79,7 +79,7 @@ static void add_carefully(const void *x, int format, int64_t n, ap_sums *sums) {
     float values[AP_LANES];
     for (int64_t i = 0; i < n; i++) {
         if (i % AP_LANES == 0) {
-            int64_t rest = n - i < AP_LANES ? n - i : AP_LANES;
+            int64_t rest = ap_min(AP_LANES, n - i);
             decode((const char *)x + i * ap_bytes(format), format, rest, values);
         }
         float size = fabsf(values[i % AP_LANES]);
@@ -99,7 +99,7 @@ AP_INLINE void stats_as(const void *x, int format, int64_t n, const int32_t tiny
     double square_sum = 0;
     int64_t i = 0, padding = 0;
     while (i + row <= n) {
-        int64_t stop = i + AP_BLOCK < n ? i + AP_BLOCK : n;
+        int64_t stop = ap_min(i + AP_BLOCK, n);
         for (; i + row <= stop; i += row) add_row(&v, bytes + i * ap_bytes(format), format, tiny, has_counts);
         square_sum += take_squares(&v);
     }

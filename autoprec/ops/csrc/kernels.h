@@ -1,4 +1,4 @@
-/* What each ISA provides: single-threaded kernels on short contiguous ranges. Lists, chunks and threads are elsewhere. */
+/* What each ISA provides: single-threaded kernels on short contiguous ranges. Lists and threads are elsewhere. */
 #ifndef AP_KERNELS_H
 #define AP_KERNELS_H
 
@@ -10,6 +10,12 @@
 #define AP_TILE 512
 /* Philox words come in groups of this many elements. */
 #define AP_GROUP 64
+
+static inline int ap_bytes(int64_t format) {
+    return format == AP_FP32 || format == AP_TF32 ? 4 : format == AP_BF16 || format == AP_FP16 ? 2 : 1;
+}
+
+static inline int64_t ap_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Sums of one range; those of several ranges are added in the order of the ranges. */
 typedef struct {
@@ -50,7 +56,8 @@ typedef struct {
     /* rounds to any format and stays in fp32 */
     void (*round)(const float *x, int64_t n, int exponent_bits, int mantissa_bits, int is_finite_only, float *y);
     void (*random)(ap_stream stream, int64_t n, uint32_t *words);
-    void (*adam)(float *param, const float *grad, float *exp_avg, float *exp_avg_sq, int64_t n, const ap_adam_scalars *s);
+    void (*adam)(float *param, const float *grad, float *exp_avg, float *exp_avg_sq, int64_t n,
+                 const ap_adam_scalars *s);
     void (*sgd)(float *param, const float *grad, float *buffer, int64_t n, const ap_sgd_scalars *s);
     /* largest magnitude of each of up to AP_STRIP columns */
     void (*column_amax)(const float *x, int64_t rows, int64_t stride, int64_t cols, float *amaxes);

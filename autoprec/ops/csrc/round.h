@@ -121,8 +121,4 @@ AP_INLINE vu ap_load_pattern(const void *x, int format, int64_t i) {
     }
 }
 
-AP_INLINE int ap_bytes(int format) {
-    return format == AP_FP32 || format == AP_TF32 ? 4 : format == AP_BF16 || format == AP_FP16 ? 2 : 1;
-}
-
 #endif

@@ -24,11 +24,11 @@ static void measure_chunks(void *context, int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; chunk++) {
         while (list->first_chunks[tensor + 1] <= chunk) tensor++;
         int64_t start = (chunk - list->first_chunks[tensor]) * CHUNK;
-        int64_t rest = list->sizes[tensor] - start, count = rest < CHUNK ? rest : CHUNK;
-        int bytes = list->formats[tensor] == AP_FP32 ? 4 : 2;
+        int64_t count = ap_min(CHUNK, list->sizes[tensor] - start);
         float tiny[2] = {list->tiny[tensor], list->tiny_lower[tensor]};
         ap_sums sums = {0};
-        ap_active()->stats((const char *)list->grads[tensor] + start * bytes, list->formats[tensor], count, tiny, &sums);
+        const char *grad = (const char *)list->grads[tensor] + start * ap_bytes(list->formats[tensor]);
+        ap_active()->stats(grad, list->formats[tensor], count, tiny, &sums);
         list->sums[chunk] = sums;
     }
 }

@@ -25,10 +25,6 @@ struct step_job {
     ap_sgd_scalars sgd;
 };
 
-static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static int bytes_of(int64_t format) { return format == AP_FP32 ? 4 : 2; }
-
 /* ---- work items ---- */
 
 static int64_t chunk_size(const ap_parameter *p) {
@@ -112,7 +108,7 @@ static void write_rows(const ap_parameter *p, int64_t start, int64_t count) {
     }
     for (int64_t col = 0; col < p->cols && p->copy.transposed_scale; col += AP_STRIP) {
         float amaxes[AP_STRIP];
-        int64_t width = min64(AP_STRIP, p->cols - col);
+        int64_t width = ap_min(AP_STRIP, p->cols - col);
         kernels->column_amax(p->param + start + col, count / p->cols, p->cols, width, amaxes);
         for (int64_t k = 0; k < width; k++) ap_raise(p->copy.transposed_scale + col + k, amaxes[k]);
     }
@@ -124,9 +120,9 @@ static void step_chunk(const step_job *job, int64_t i, int64_t start, int64_t co
     int format = (int)p->copy.format;
     float grad[AP_TILE];
     for (int64_t tile = start; tile < start + count; tile += AP_TILE) {
-        int64_t n = min64(AP_TILE, start + count - tile);
+        int64_t n = ap_min(AP_TILE, start + count - tile);
         if (job->update) {
-            const char *source = (const char *)job->grads[i] + tile * bytes_of(job->grad_formats[i]);
+            const char *source = (const char *)job->grads[i] + tile * ap_bytes(job->grad_formats[i]);
             int is_wide = job->grad_formats[i] == AP_FP32;
             if (!is_wide) kernels->decode(source, job->grad_formats[i], n, grad);
             job->update(job, p, is_wide ? (const float *)source : grad, tile, n, scalars);
@@ -150,7 +146,7 @@ static void step_chunks(void *context, int64_t begin, int64_t end) {
             set_adam_scalars(job->adam, known_step, &scalars);
         }
         int64_t size = chunk_size(p), start = (chunk - p->first_chunk) * size;
-        step_chunk(job, i, start, min64(size, p->size - start), &scalars);
+        step_chunk(job, i, start, ap_min(size, p->size - start), &scalars);
     }
 }
 
@@ -165,12 +161,12 @@ static void finish_copies(void *context, int64_t begin, int64_t end) {
         int64_t index = chunk - p->first_chunk;
         if (p->copy.format == AP_E4M3) {
             int64_t start = index * CHUNK;
-            kernels->encode(p->param + start, min64(CHUNK, p->size - start), *p->copy.scale, AP_E4M3, 1, NULL,
+            kernels->encode(p->param + start, ap_min(CHUNK, p->size - start), *p->copy.scale, AP_E4M3, 1, NULL,
                             (uint8_t *)p->copy.values + start);
         } else {
-            int64_t row = index * AP_STRIP, rows = min64(AP_STRIP, p->rows - row);
+            int64_t row = index * AP_STRIP, rows = ap_min(AP_STRIP, p->rows - row);
             for (int64_t col = 0; col < p->cols; col += AP_STRIP)
-                kernels->transpose_tile(p->param + row * p->cols + col, rows, p->cols, min64(AP_STRIP, p->cols - col),
+                kernels->transpose_tile(p->param + row * p->cols + col, rows, p->cols, ap_min(AP_STRIP, p->cols - col),
                                         p->copy.transposed_scale + col,
                                         p->copy.transposed_values + col * p->rows + row, p->rows);
         }
