@@ -7,7 +7,7 @@ STAMPS := build/stamps
 KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(KERNELS)
 
-.PHONY: demo test slow lint types imports check sanitize zoo range-lowest range-newest range check-all clean
+.PHONY: demo test slow lint types imports check sanitize triton-aot zoo range-lowest range-newest range check-all clean
 
 demo: $(READY)
 	$(BIN)/autoprec demo
@@ -32,6 +32,9 @@ check: lint types imports test
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py
+
+triton-aot: $(READY)
+	$(BIN)/python scripts/triton_aot.py --write
 
 zoo: $(READY)
 	$(BIN)/python scripts/zoo.py
