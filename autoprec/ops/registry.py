@@ -8,47 +8,74 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from autoprec.formats import nearest
 from autoprec.ops import native
 
 VARIABLE = "AUTOPREC_OPS"
 NAMES = ("reference", "cpu", "triton")
+# Triton kernels have run under the interpreter and through the compiler, not on a GPU yet: only on request
+_AUTOMATIC = ("cpu",)
 
 # operation -> implementation -> where it is; imported on first use
 _WHERE: dict[str, dict[str, str]] = {
-    "grad_stats": {"reference": "autoprec.ops.statistics:grad_stats", "cpu": "autoprec.ops.cpu:grad_stats"},
+    "grad_stats": {
+        "reference": "autoprec.ops.statistics:grad_stats",
+        "cpu": "autoprec.ops.cpu:grad_stats",
+        "triton": "autoprec.ops.triton_statistics:grad_stats",
+    },
     "fused_adam_": {
         "reference": "autoprec.ops.reference_steps:fused_adam_",
         "cpu": "autoprec.ops.cpu_steps:fused_adam_",
+        "triton": "autoprec.ops.triton_optimizers:fused_adam_",
     },
     "fused_sgd_": {
         "reference": "autoprec.ops.reference_steps:fused_sgd_",
         "cpu": "autoprec.ops.cpu_steps:fused_sgd_",
+        "triton": "autoprec.ops.triton_optimizers:fused_sgd_",
     },
     "prepare_adam": {
         "reference": "autoprec.ops.optimizers:prepare_reference_adam",
         "cpu": "autoprec.ops.cpu_steps:PreparedAdam",
+        "triton": "autoprec.ops.triton_optimizers:PreparedAdam",
     },
     "prepare_sgd": {
         "reference": "autoprec.ops.optimizers:prepare_reference_sgd",
         "cpu": "autoprec.ops.cpu_steps:PreparedSgd",
+        "triton": "autoprec.ops.triton_optimizers:PreparedSgd",
     },
     "int8_matmul": {
         "reference": "autoprec.ops.int8:reference_int8_matmul",
         "cpu": "autoprec.ops.cpu_matmul:int8_matmul",
+        "triton": "autoprec.ops.triton_matmul:int8_matmul",
     },
     "refresh_copies_": {
         "reference": "autoprec.ops.copies:write_copies",
         "cpu": "autoprec.ops.cpu_steps:refresh_copies_",
+        "triton": "autoprec.ops.triton_optimizers:refresh_copies_",
     },
-    "cast": {"reference": "autoprec.ops.reference_casts:cast", "cpu": "autoprec.ops.cpu_casts:cast"},
-    "restore": {"reference": "autoprec.ops.reference_casts:restore", "cpu": "autoprec.ops.cpu_casts:restore"},
-    "fake_cast": {"reference": "autoprec.ops.reference_casts:fake_cast", "cpu": "autoprec.ops.cpu_casts:fake_cast"},
+    "cast": {
+        "reference": "autoprec.ops.reference_casts:cast",
+        "cpu": "autoprec.ops.cpu_casts:cast",
+        "triton": "autoprec.ops.triton_casts:cast",
+    },
+    "restore": {
+        "reference": "autoprec.ops.reference_casts:restore",
+        "cpu": "autoprec.ops.cpu_casts:restore",
+        "triton": "autoprec.ops.triton_casts:restore",
+    },
+    "fake_cast": {
+        "reference": "autoprec.ops.reference_casts:fake_cast",
+        "cpu": "autoprec.ops.cpu_casts:fake_cast",
+        "triton": "autoprec.ops.triton_casts:fake_cast",
+    },
 }
 
 
@@ -82,9 +109,11 @@ def _probe_cpu() -> tuple[bool, str]:
 
 
 def _probe_triton() -> tuple[bool, str]:
-    if not any("triton" in where for where in _WHERE.values()):
-        return False, "this version of autoprec has no Triton kernels"
-    return True, "Triton kernels"
+    if importlib.util.find_spec("triton") is None:
+        return False, "triton is not installed"
+    if not torch.cuda.is_available():
+        return False, "there is no GPU"
+    return True, f"Triton kernels for {torch.cuda.get_device_name()}"
 
 
 _PROBES: dict[str, Callable[[], tuple[bool, str]]] = {
@@ -134,7 +163,7 @@ def _resolve(operation: str, device_type: str, name: str | None) -> Callable[...
 
 def automatic(operation: str, device_type: str) -> str:
     """Returns the name of the implementation that runs when nobody chooses."""
-    return next((name for name in NAMES[1:] if _reason_against(operation, device_type, name) is None), "reference")
+    return next((name for name in _AUTOMATIC if _reason_against(operation, device_type, name) is None), "reference")
 
 
 def _require(operation: str, device_type: str, name: str) -> None:
