@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -177,3 +178,50 @@ def test_a08_recomputation_is_not_counted_as_a_forward() -> None:
     assert ap.steering.fallback.overflows.get(LAYER) == 1
     assert ap.precision_map()[LAYER] == "fp32"
     assert_finite(task)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a08_recomputation_is_not_recorded(use_reentrant: bool) -> None:
+    """Each layer's output counts once, also where it overflows and the step is good all the same."""
+    names: list[list[str]] = []
+
+    class Looks(Callback):
+        def on_before_optimizer_step(self, *args: Any) -> None:
+            assert ap.steering is not None
+            names.append([record.name for record in ap.steering.runtime.records])
+
+    first = nn.Linear(16, 16)
+    nn.init.ones_(first.weight)
+    body = nn.Sequential(first, nn.Tanh(), nn.Linear(16, 16))  # the infinite becomes one
+    task = Task(Checkpointed(use_reentrant, body), torch.full((24, 16), 3e4))
+    ap = scripted({0: all_in("fp16")}, knobs=("precision",), interval=2)  # the third window is sampled
+    cpu(callbacks=[ap, Looks()]).fit(task)
+    assert ap.steering is not None
+    assert (ap.applied_steps, ap.skipped_steps) == (3, 0)
+    assert names == [[LAYER, "net.body.2"]] * 3
+    units = ap.steering.telemetry.units
+    assert {name: unit.overflow_count for name, unit in units.items()} == {LAYER: 1, "net.body.2": 0}
+    assert {name: unit.compute for name, unit in units.items()} == {LAYER: 8 * 16 * 16, "net.body.2": 8 * 16 * 16}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(("name", "precision"), [("bf16", "32-true"), ("fp32", "bf16-mixed")])
+def test_a08_backward_inside_the_training_step(use_reentrant: bool, name: str, precision: Any) -> None:
+    """Without ``manual_backward`` the recomputation runs where the forward ran; torch would switch autocast off."""
+
+    class Bare(Manual):
+        def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            loss.backward()
+
+    results = []
+    for make in (Manual, Bare):
+        torch.manual_seed(0)
+        task = make(Checkpointed(use_reentrant, times=2), torch.rand(24, 16))
+        ap = scripted({0: all_in(name)}, knobs=("precision",))
+        watch, seen = Watch(ap), watch_dtypes(task)
+        cpu(callbacks=[ap, watch], precision=precision).fit(task)
+        assert ap.applied_steps == 3
+        results.append((watch.gradients, seen))
+    for ours, theirs in zip(results[0][0], results[1][0], strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert results[0][1] == results[1][1]

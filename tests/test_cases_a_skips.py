@@ -119,6 +119,20 @@ def test_a02_gradient_ruined_in_the_last_hook_before_the_step() -> None:
     assert (ap.skipped_steps, ap.applied_steps) == (2, 0)
 
 
+def test_a02_the_search_for_the_layer_at_fault_ends_with_an_applied_step() -> None:
+    """Its hooks read every layer's output, and what it found is about batches that are over."""
+    hooks: list[int] = []
+
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            hooks.append(sum(len(module._forward_hooks) for module in pl_module.modules()))
+
+    ap = scripted()
+    cpu(callbacks=[ap, Counts()]).fit(lin_with_bad([1, 2, 3, 4], n=56))
+    assert (ap.skipped_steps, ap.applied_steps) == (4, 3)
+    assert hooks == [0, 0, 0, 1, 1, 0, 0]
+
+
 def test_a02_accumulation_skips_whole_windows() -> None:
     ap = scripted()
     watch, task = Watch(ap), lin_with_bad([1], n=48)  # windows (0, 1), (2, 3), (4, 5)

@@ -371,6 +371,30 @@ def test_state_is_primitive_and_goes_round() -> None:
     assert apply(other, applied=60, precision={"b": "bf16"})[0].outcome == "refused"
 
 
+def test_what_was_steered_once_stays_so_after_a_load() -> None:
+    """Back at the Trainer's own map nothing in the formats says so; hidden states may still be in low precision."""
+    knobs = knobs_of()
+    apply(knobs, precision={"*": "bf16"})
+    apply(knobs, precision={"*": "fp32"})
+    assert knobs.is_steering
+    other = knobs_of()
+    assert not other.is_steering
+    other.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
+    assert other.is_steering
+    assert [unit.states[0].format_name for unit in other.units.values()] == ["fp32"] * 4
+
+
+@pytest.mark.parametrize("base", ["bf16", "fp16"])
+def test_what_runs_between_units_stays_raised_after_a_load(base: str) -> None:
+    knobs = knobs_of(base=Base(format=base))
+    knobs.raise_all(9, 100, "20 steps in a row")
+    other = knobs_of(base=Base(format=base))
+    assert other.ambient_dtype != torch.float32
+    other.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
+    assert other.ambient_dtype == torch.float32
+    assert other.is_all_wide
+
+
 def test_state_of_another_model_is_taken_where_it_fits() -> None:
     knobs = knobs_of()
     apply(knobs, precision={"a": "int8", "b": "bf16"})

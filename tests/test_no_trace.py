@@ -9,7 +9,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,11 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
 from autoprec import Action, AutoPrecision, AutoPrecisionCallback, NonFiniteTrainingError, ScriptedController
 from tests.conftest import global_state
@@ -31,6 +36,16 @@ EVERY_FORMAT = {
     2: Action(precision={"*": "fp16"}, loss_scale=2.0**24, clip=0.1),
     4: Action(precision={"*": "int8", "table": "fp8"}),
 }
+
+
+@pytest.fixture(autouse=True)
+def _as_torch_starts() -> Iterator[None]:
+    """What an earlier test may have left would hide the same trace here."""
+    torch.backends.mha.set_fastpath_enabled(True)
+    _global_optimizer_pre_hooks.clear()
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+    _global_optimizer_pre_hooks.clear()
 
 
 class Zoo(Full):
@@ -100,7 +115,8 @@ def structure(module: nn.Module, trainer: Trainer) -> dict[str, Any]:
     found["strategy"] = (type(strategy), attributes(strategy))
     found["plugin"] = (type(strategy.precision_plugin), attributes(strategy.precision_plugin))
     for index, optimizer in enumerate(trainer.optimizers):
-        found[f"optimizer {index}"] = (type(optimizer), attributes(optimizer))
+        hooks = {key: len(value) for key, value in vars(optimizer).items() if key.endswith("_hooks")}
+        found[f"optimizer {index}"] = (type(optimizer), attributes(optimizer), hooks)
     for index, config in enumerate(trainer.lr_scheduler_configs):
         found[f"schedule {index}"] = (type(config.scheduler), attributes(config.scheduler))
     return found
@@ -129,6 +145,9 @@ def process_state() -> dict[str, Any]:
         "dispatch mode": torch._C._len_torch_dispatch_stack(),
         "linear": (torch.nn.Linear.forward, torch.nn.functional.linear, torch.Tensor.backward),
         "excepthook": sys.excepthook,
+        "optimizer hooks": [
+            list(hooks.values()) for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+        ],
     }
 
 
@@ -383,10 +402,12 @@ TRACES: dict[str, Callable[[Any, Trainer], Any]] = {
     "buffer": lambda module, trainer: setattr(module.batch_norm, "running_mean", torch.zeros(8)),
     "schedule": lambda module, trainer: setattr(trainer.lr_scheduler_configs[0].scheduler, "step", print),
     "optimizer": lambda module, trainer: setattr(trainer.optimizers[0], "step", print),
+    "optimizer hook": lambda module, trainer: trainer.optimizers[0].register_step_pre_hook(print),
     "plugin": lambda module, trainer: setattr(trainer.strategy, "_precision_plugin", fp16_plugin()),
     "strategy": lambda module, trainer: setattr(trainer.strategy, "training_step", print),
     "trainer": lambda module, trainer: setattr(trainer, "gradient_clip_val", 0.5),
     "filter": lambda module, trainer: warnings.simplefilter("ignore"),
+    "global optimizer hook": lambda module, trainer: register_optimizer_step_pre_hook(print),
     "fast path": lambda module, trainer: torch.backends.mha.set_fastpath_enabled(False),
 }
 
@@ -395,4 +416,3 @@ TRACES: dict[str, Callable[[Any, Trainer], Any]] = {
 def test_the_check_can_fail(trace: str) -> None:
     with warnings.catch_warnings(), pytest.raises(AssertionError):
         assert_no_trace(Zoo, lambda: Leaves(TRACES[trace]), lambda: {"max_steps": 1})
-    torch.backends.mha.set_fastpath_enabled(True)

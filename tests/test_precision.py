@@ -262,6 +262,20 @@ def test_gradients_in_hooks_are_float32_and_unscaled_before_the_step() -> None:
     assert norms[1.0] == pytest.approx(norms[2.0**12], rel=1e-2)
 
 
+@pytest.mark.parametrize("formats", [{}, {"*": "fp16"}])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_losses_are_those_of_the_batches(accumulate: int, formats: dict[str, str]) -> None:
+    """Neither accumulation nor the loss scale shows in what policies are told."""
+    config = AutoPrecisionConfig(loss_scale=LossScaleConfig(init_scale=128.0))
+    plugin = AutoPrecision(formats, config=config)
+    _, module = fit(plugin, Plain(), accumulate_grad_batches=accumulate)
+    assert plugin.steering is not None
+    telemetry = plugin.steering.telemetry
+    telemetry.flush()
+    assert list(telemetry.losses) == pytest.approx(module.losses, rel=1e-6)
+    assert len(module.losses) == 8
+
+
 @pytest.mark.parametrize("kind", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", list(MAKE)[:3])
 def test_no_nonfinite_gradient_reaches_a_weight(name: str, kind: float) -> None:
@@ -371,6 +385,29 @@ def test_c02_manual_clipping_sees_unscaled_gradients() -> None:
     norms: list[float] = []
     fit(fp16_plugin(1024.0), Manual(), callbacks=[AutoPrecisionCallback(verbose=False)])
     assert norms == pytest.approx([0.1] * 8, rel=1e-4)
+
+
+def test_what_the_module_writes_around_its_clippings_counts() -> None:
+    """A norm from before the write would be reported, and a clamp would make an inf finite."""
+
+    class Writes(Plain):
+        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+            for grad in grads:
+                grad.mul_(1e3)
+            norms.append(float(torch.stack([grad.norm() for grad in grads]).norm()))
+            self.clip_gradients(optimizer, 1.0, "norm")
+            if self.trainer.global_step == 3:
+                grads[0][0, 0] = math.inf
+            self.clip_gradients(optimizer, 0.5, "value")
+
+    norms: list[float] = []
+    callback = AutoPrecisionCallback(verbose=False)
+    fit(Precision(), Writes(), callbacks=[callback])
+    assert (callback.applied_steps, callback.skipped_steps) == (7, 1)
+    assert callback.steering is not None
+    assert list(callback.steering.telemetry.norms) == pytest.approx(norms[:3] + norms[4:])
+    assert list(callback.steering.telemetry.clipped) == [1] * 7
 
 
 # state

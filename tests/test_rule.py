@@ -60,6 +60,7 @@ def test_lowers_what_is_stable_and_has_headroom() -> None:
         {"act_amax": 2000.0, "act_amax_history": (10.0, 200.0, 2000.0)},
         {"underflow_fraction": 0.2},
         {"underflow_fraction_lower": 0.2},
+        {"weight_subnormal_lower": 0.2},
         {"nonfinite_count": 1},
         {"held": True},
         {"legal": ("fp32", "bf16")},

@@ -244,6 +244,25 @@ def test_state_is_primitive_and_goes_round() -> None:
     assert len(other.norms) == WINDOW
 
 
+def test_windows_roll_after_a_load_too() -> None:
+    _, telemetry = made(2)
+    _, other = made(2)
+    other.load_state_dict(json.loads(json.dumps(telemetry.state_dict())))
+    unit = other.units["0"]
+    windows: list[Any] = [
+        unit.norms,
+        unit.act_amax,
+        other.losses,
+        other.loss_scales,
+        other.norms,
+        other.outcomes,
+        other.clipped,
+    ]
+    for window in windows:
+        window.extend(range(2 * WINDOW))
+    assert [len(window) for window in windows] == [WINDOW] * 7
+
+
 def test_state_of_another_model_is_taken_where_it_fits() -> None:
     net, telemetry = made(2, 2)
     net[0].weight.grad = torch.ones(2, 2)
