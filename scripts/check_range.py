@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RANGED = ("torch", "lightning")
+FOLLOWS_TORCH = ("triton",)  # each torch asks for one version of it
 SETUPTOOLS = "setuptools>=77"  # what the build needs; each version of torch has a bound above of its own
 
 
@@ -26,7 +27,9 @@ def requirements(end: str) -> list[str]:
     declared = [line for line in requires("autoprec") or [] if re.split("[<>=~! ;[]", line)[0] in RANGED]
     ranged = [line.replace(">=", "==") if end == "lowest" else line for line in declared]
     pins = (ROOT / "requirements" / "dev.txt").read_text().split("\n")
-    others = [line for line in pins if line and not line.startswith(("#", *(f"{name}==" for name in RANGED)))]
+    others = [
+        line for line in pins if line and not line.startswith(("#", *(f"{name}==" for name in RANGED + FOLLOWS_TORCH)))
+    ]
     return ranged + [SETUPTOOLS if line.startswith("setuptools==") else line for line in others]
 
 
