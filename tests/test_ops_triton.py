@@ -7,7 +7,6 @@ Time budget: 150 s for all files, each under 60 s.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,9 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from autoprec.ops.registry import missing_triton
+
 FILES = sorted(Path(__file__).parent.glob("test_ops_triton_*.py"))
 ROOT = Path(__file__).parents[1]
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+MISSING = missing_triton()
+needs_triton = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 @needs_triton

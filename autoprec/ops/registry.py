@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
+import importlib.metadata
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,9 +108,21 @@ def _probe_cpu() -> tuple[bool, str]:
     return (True, f"C kernels for {native.selected_isa()}") if reason is None else (False, reason)
 
 
+def missing_triton() -> str | None:
+    """Says why there is no Triton that the kernels were tested with, ``None`` if there is one."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "triton is not installed"
+    # older ones interpret and compile some of the kernels differently
+    is_tested = tuple(map(int, version.split(".")[:2])) >= (3, 9)
+    return None if is_tested else f"the kernels need triton 3.9, {version} is installed"
+
+
 def _probe_triton() -> tuple[bool, str]:
-    if importlib.util.find_spec("triton") is None:
-        return False, "triton is not installed"
+    reason = missing_triton()
+    if reason is not None:
+        return False, reason
     if not torch.cuda.is_available():
         return False, "there is no GPU"
     return True, f"Triton kernels for {torch.cuda.get_device_name()}"
