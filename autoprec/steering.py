@@ -129,7 +129,7 @@ class Steering:
         for unit in self.knobs.units.values():
             unit.states.clear()
         self._rescue.end_trial()
-        self._root = self._shadow = None
+        self._root = self._shadow = self._batch = None
 
     # ---- windows ----
 
