@@ -11,7 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from autoprec.ops import global_norm, grad_norms, scale_
+from autoprec.ops import global_norm, grad_norms, grad_stats, has_kernel, scale_
+
+_ONE_PASS = (torch.float32, torch.bfloat16, torch.float16)
+_MARGIN = 1e-5  # below the threshold by more than that, clipping changes nothing
 
 
 class Gradients:
@@ -58,10 +61,8 @@ class Gradients:
     def measure(self) -> None:
         """Measures the gradients as they are now; for when somebody may have written them without a trace."""
         self.parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
-        grads = self._grads()
-        self.norms = grad_norms(grads)
-        self._current: Tensor | None = global_norm(grads, self.norms)
-        self.total = float(self._current)
+        self.norms, self.total = _norms(self._grads())
+        self._current: float | None = self.total
         self.is_finite = math.isfinite(self.total)
         self._measured = self._marks()
 
@@ -83,7 +84,9 @@ class Gradients:
 
     def clip_norm_(self, threshold: float) -> None:
         """Scales all gradients so that their global norm does not exceed ``threshold`` (torch's formula and bits)."""
-        current = global_norm(self._grads()) if self._current is None else self._current
+        if self._current is not None and self._current * (1 + _MARGIN) + _MARGIN < threshold:
+            return
+        current = global_norm(self._grads())  # not the one of the measurement, whose last bits may differ from torch's
         self.is_clipped = self.is_clipped or float(current) > threshold
         coefficient = (threshold / (current + 1e-6)).clamp(max=1.0)
         with torch.no_grad():
@@ -99,8 +102,8 @@ class Gradients:
     @contextmanager
     def foreign_clipping(self, threshold: float) -> Iterator[None]:
         """Surrounds a clipping by somebody else to ``threshold``, so that it counts as one."""
-        current = global_norm(self._grads()) if self._current is None else self._current
-        self.is_clipped = self.is_clipped or float(current) > threshold
+        current = float(global_norm(self._grads())) if self._current is None else self._current
+        self.is_clipped = self.is_clipped or current > threshold
         yield
         self._note_clipping()
 
@@ -210,6 +213,17 @@ class ScaleMarks:
             elif mark.grad() is not grad or mark.version != grad._version:
                 is_doubtful = True  # combined from scaled gradients, most likely; GradScaler would unscale them, too
         return bare, bool(bare) or is_doubtful
+
+
+def _norms(grads: Sequence[Tensor]) -> tuple[Tensor, float]:
+    """Norm of each gradient and of all; in one pass where there is a kernel and they lie together."""
+    device = grads[0].device if grads else torch.device("cpu")
+    are_alike = all(grad.dtype in _ONE_PASS and grad.device == device and not grad.is_sparse for grad in grads)
+    if are_alike and has_kernel("grad_stats", device.type):
+        stats = grad_stats(grads)
+        return stats.norm, float(stats.total_norm)
+    norms = grad_norms(grads)
+    return norms, float(global_norm(grads, norms))
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -39,6 +39,14 @@ def without_library(monkeypatch: pytest.MonkeyPatch, spec: ModuleSpec | None) ->
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
 
 
+def test_has_kernel_is_false_where_only_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not registry.has_kernel("grad_stats", "meta")
+    monkeypatch.setattr(registry, "chosen", lambda: "reference")
+    assert not registry.has_kernel("grad_stats", "cpu")
+    monkeypatch.setattr(registry, "chosen", lambda: "cpu")
+    assert registry.has_kernel("grad_stats", "cpu")
+
+
 def test_the_reference_is_always_there() -> None:
     found = ops.implementations()
     assert list(found) == ["reference", "cpu", "triton"]

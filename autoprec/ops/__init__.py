@@ -16,7 +16,7 @@ from autoprec.ops.reference import (
 )
 from autoprec.ops.reference_casts import Cast
 from autoprec.ops.reference_steps import WeightCopy
-from autoprec.ops.registry import Implementation, implementations
+from autoprec.ops.registry import Implementation, has_kernel, implementations
 from autoprec.ops.statistics import GradStats, global_norm, grad_norms, scale_
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "global_norm",
     "grad_norms",
     "grad_stats",
+    "has_kernel",
     "implementations",
     "int8_linear",
     "int8_matmul",

@@ -173,6 +173,16 @@ def _resolve(operation: str, device_type: str, name: str | None) -> Callable[...
     return found
 
 
+def has_kernel(operation: str, device_type: str) -> bool:
+    """Whether something faster than the reference runs an operation on a device.
+
+    Args:
+        operation: A name in the table.
+        device_type: Type of the device that the tensors are on.
+    """
+    return (chosen() or automatic(operation, device_type)) != "reference"
+
+
 def automatic(operation: str, device_type: str) -> str:
     """Returns the name of the implementation that runs when nobody chooses."""
     return next((name for name in _AUTOMATIC if _reason_against(operation, device_type, name) is None), "reference")
