@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autoprec.formats import FORMATS, get_format
 from autoprec.knobs import Knobs, steered_units
+from autoprec.ops import describe
 from autoprec.steering import Steering
 from autoprec.units import Unit
 
@@ -56,6 +57,7 @@ def summarize(steering: Steering, policy: str) -> str:
     else:
         lines.append("  loss scale not in use (nothing runs in fp16)")
     lines.append(_clip_line(steering))
+    lines.append(f"  kernels    gradient statistics by {describe('grad_stats', steering.runtime.device_type)}")
     for fault in (decision for decision in steering.history if decision.knob == "policy"):
         lines.append(f"  POLICY FAILED in window {fault.step}, what it was asked there did not happen: {fault.reason}")
     for name, count in steering.fallback.overflows.items():

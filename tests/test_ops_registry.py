@@ -39,6 +39,16 @@ def without_library(monkeypatch: pytest.MonkeyPatch, spec: ModuleSpec | None) ->
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
 
 
+def test_what_runs_is_described_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert registry.describe("grad_stats", "cuda") == "eager PyTorch (kernels for cuda run on request)"
+    monkeypatch.setattr(native, "missing", lambda: "the extension was not built")
+    assert registry.describe("grad_stats", "cpu") == "eager PyTorch (the extension was not built)"
+    monkeypatch.setattr(native, "missing", lambda: None)
+    assert registry.describe("grad_stats", "cpu") == f"C kernels for {native.selected_isa()}"
+    monkeypatch.setattr(registry, "chosen", lambda: "reference")
+    assert registry.describe("grad_stats", "cpu") == "eager PyTorch (`AUTOPREC_OPS=reference`)"
+
+
 def test_has_kernel_is_false_where_only_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not registry.has_kernel("grad_stats", "meta")
     monkeypatch.setattr(registry, "chosen", lambda: "reference")

@@ -16,7 +16,7 @@ from autoprec.ops.reference import (
 )
 from autoprec.ops.reference_casts import Cast
 from autoprec.ops.reference_steps import WeightCopy
-from autoprec.ops.registry import Implementation, has_kernel, implementations
+from autoprec.ops.registry import Implementation, describe, has_kernel, implementations
 from autoprec.ops.statistics import GradStats, global_norm, grad_norms, scale_
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "WeightCopy",
     "cast",
     "dequantize_rows",
+    "describe",
     "embedding",
     "fake_cast",
     "fake_quantize",

@@ -183,6 +183,23 @@ def has_kernel(operation: str, device_type: str) -> bool:
     return (chosen() or automatic(operation, device_type)) != "reference"
 
 
+def describe(operation: str, device_type: str) -> str:
+    """Says what runs an operation on a device, and why nothing faster does.
+
+    Args:
+        operation: A name in the table.
+        device_type: Type of the device that the tensors are on.
+    """
+    name = chosen() or automatic(operation, device_type)
+    if name != "reference":
+        return _PROBES[name]()[1]
+    if chosen():
+        return f"eager PyTorch (`{VARIABLE}=reference`)"
+    if device_type != "cpu":
+        return f"eager PyTorch (kernels for {device_type} run on request)"
+    return f"eager PyTorch ({_reason_against(operation, device_type, 'cpu')})"
+
+
 def automatic(operation: str, device_type: str) -> str:
     """Returns the name of the implementation that runs when nobody chooses."""
     return next((name for name in _AUTOMATIC if _reason_against(operation, device_type, name) is None), "reference")
