@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from autoprec.layers import Record
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 class Offender(NamedTuple):
     """The unit to raise, why, and whether it is the operations after it that overflowed."""
@@ -102,6 +104,17 @@ class Locator:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether no float tensor in a nesting of containers holds inf or NaN."""
-    tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point()]
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+    """Whether no float tensor in a nesting of containers holds inf or NaN; one without readable values holds none."""
+    tensors = [_entries(t) for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point()]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None)
+
+
+def _entries(tensor: Tensor) -> Tensor | None:
+    """A dense tensor of what is stored, in a dtype that can be tested."""
+    if tensor.is_meta or (tensor.is_nested and tensor.layout is torch.strided):
+        return None
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in _COMPRESSED:
+        tensor = tensor.values()
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from autoprec import Action, AutoPrecisionCallback, AutoPrecisionConfig, NonFiniteTrainingError, ScriptedController
 from autoprec.config import GuardConfig, LossScaleConfig
 from autoprec.encoding import Observation, feature
+from autoprec.locate import is_finite
 from autoprec.rule import RuleController
 from autoprec.summary import mean_bits, summarize
 from tests.support import Task, Watch, assert_finite, cpu, fp16cpu, reported, rows, scripted, squares, watch_dtypes
@@ -531,3 +532,22 @@ def test_g03_a_bad_batch_costs_a_step_and_no_format(
     assert text().count("the batch of window 2 holds inf or NaN") == 1
     assert (ap.applied_steps, ap.skipped_steps) == (7, 1)
     assert set(ap.precision_map().values()) == {"fp16"}
+
+
+UNREADABLE: dict[str, Callable[[Tensor], Any]] = {
+    "coo": Tensor.to_sparse,
+    "csr": Tensor.to_sparse_csr,
+    "fp8": lambda x: x.to(torch.float8_e4m3fn),
+    "nested": lambda x: torch.nested.nested_tensor([x, x[:1]]),
+    "meta": lambda x: x.to("meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_g03_a_skip_reads_batches_of_any_layout(name: str) -> None:
+    batch = [torch.ones(2), {"x": UNREADABLE[name](torch.ones(2, 2))}]
+    assert is_finite(batch)
+    if name in ("coo", "csr", "fp8"):
+        assert not is_finite(UNREADABLE[name](torch.full((2, 2), math.nan)))
