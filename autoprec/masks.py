@@ -62,6 +62,17 @@ def forbid_loss_scale(knobs: Knobs, reason: str) -> None:
         unit.legal = tuple(name for name in unit.legal if name != "fp16")
 
 
+def restrict_for_bypass(knobs: Knobs, reason: str) -> None:
+    """Keeps a loss scale away from steps that nobody would unscale; where it is masked, fp16 may run without one.
+
+    Args:
+        knobs: Knobs of the fit.
+        reason: What steps how.
+    """
+    if "loss_scale" not in knobs.masked:
+        forbid_loss_scale(knobs, reason)
+
+
 def clip_of(trainer: pl.Trainer) -> float | None:
     """Returns the Trainer's clip threshold on the norm, ``None`` if it has none."""
     value = trainer.gradient_clip_val

@@ -30,7 +30,7 @@ from autoprec.bypass import StepGuard
 from autoprec.config import AutoPrecisionConfig
 from autoprec.gradients import Gradients
 from autoprec.history import History
-from autoprec.masks import clip_of, forbid_loss_scale, has_gradient_hooks, masks_of, restrict_for_lbfgs
+from autoprec.masks import clip_of, has_gradient_hooks, masks_of, restrict_for_bypass, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
 from autoprec.regions import evaluation_region, formats_region, recomputation_region
 from autoprec.retry import StepRetry
@@ -141,7 +141,7 @@ class AutoPrecision(WrappedPrecision):
             steering.schedules.attach(lr_schedulers, steering.is_automatic, self._is_in_batch)
             knobs = steering.knobs
             self._step_guard = StepGuard(
-                steering.root, optimizers, knobs.loss_scale, functools.partial(forbid_loss_scale, knobs)
+                steering.root, optimizers, knobs.loss_scale, functools.partial(restrict_for_bypass, knobs)
             )
         return self.base.connect(model, optimizers, lr_schedulers)
 

@@ -97,9 +97,19 @@ def test_private_steps_without_one_are_warned_of_and_keep_fp16_away(make: type[P
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), fit(make(), None).parameters(), strict=True))
 
 
+@pytest.mark.parametrize("make", [InBackward, ByHand])
+def test_private_steps_are_no_harm_to_fp16_that_runs_without_a_loss_scale(make: type[Plain]) -> None:
+    callback = AutoPrecisionCallback("fixed:fp16", knobs=("precision",), interval=2, verbose=False)
+    with pytest.warns(UserWarning, match="Lightning does not know"):
+        fit(make(), callback)
+    assert set(callback.precision_map().values()) == {"fp16"}
+    assert callback.applied_steps == 8
+
+
 def test_an_optimizer_inside_another_is_no_bypass() -> None:
-    module = Plain(Nested)
-    fit(module, AutoPrecisionCallback("fixed:fp16", verbose=False))
+    callback = AutoPrecisionCallback("fixed:fp16", verbose=False)
+    fit(Plain(Nested), callback)
+    assert callback.applied_steps + callback.skipped_steps == 8
 
 
 def test_optimizers_of_other_models_are_nobodys_business() -> None:
