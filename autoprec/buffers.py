@@ -65,7 +65,7 @@ class BufferShadow:
         """
         if self._layout is not None:
             self._layout.empty()
-        known = set(self._entries)
+        known = list(self._entries)
         lost = [entry.name for entry in self._discover()]
         fresh = set(map(id, self._fresh))
         for entry in [self._entries[key] for key in known if key in self._entries]:

@@ -163,8 +163,9 @@ class ScaleMarks:
 
     def begin(self, root: nn.Module, scale: float) -> None:
         """Looks at every gradient of a model before a backward of a loss that was scaled by ``scale``."""
-        self.follow(list(root.parameters()), scale)
-        self._before = {id(p): (p.grad, p.grad._version) for p in root.parameters() if p.grad is not None}
+        parameters = list(root.parameters())
+        self.follow(parameters, scale)
+        self._before = {id(p): (p.grad, p.grad._version) for p in parameters if p.grad is not None}
 
     def end(self, root: nn.Module, scale: float) -> None:
         """Marks the gradients that the backward has written."""
