@@ -167,6 +167,9 @@ class AutoPrecisionConfig:
         stable_cv: Relative spread of a unit's gradient norm around its drift, below which the rule calls its gradients
             stable.
         headroom_bits: Bits between a unit's amax and the largest value of a format before the rule lowers it to there.
+        fused_step: Whether kernels take the steps of torch's SGD, Adam and AdamW while precision is steered, and keep
+            low-precision copies of weights. ``False`` leaves every step to the optimizer's own code, and every gradient
+            in ``.grad``.
         loss_scale: How the loss scale moves.
         clip: How the clip threshold moves.
         guard: When the guard steps in.
@@ -178,6 +181,7 @@ class AutoPrecisionConfig:
     hold_schedules: bool = True
     stable_cv: float = 1.0
     headroom_bits: float = 2.0
+    fused_step: bool = True
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
@@ -195,6 +199,7 @@ class AutoPrecisionConfig:
         _check_real(self, "stable_cv", lambda v: v >= 0.0, "a float >= 0")
         _check_real(self, "headroom_bits", lambda v: 0.0 <= v < math.inf, "a finite float >= 0")
         _check_type(self, "hold_schedules", bool)
+        _check_type(self, "fused_step", bool)
         _check_type(self, "loss_scale", LossScaleConfig)
         _check_type(self, "clip", ClipConfig)
         _check_type(self, "guard", GuardConfig)

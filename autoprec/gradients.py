@@ -1,10 +1,14 @@
-"""One optimizer's gradients during one step: unscaled and measured once, clipped, checked again if touched."""
+"""One optimizer's gradients during one step: unscaled and measured once, clipped, checked again if touched.
+
+Where somebody may look at them, that happens in place. Where nobody does, they stay as the backward left them, and a
+factor for the kernel of the step collects what would have been done; both ways end in the same weights, bit for bit.
+"""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -14,32 +18,51 @@ from torch import Tensor, nn
 from autoprec.ops import global_norm, grad_norms, grad_stats, has_kernel, scale_
 
 _ONE_PASS = (torch.float32, torch.bfloat16, torch.float16)
-_MARGIN = 1e-5  # below the threshold by more than that, clipping changes nothing
 
 
 class Gradients:
-    """Gradients of one optimizer, unscaled in place.
+    """Gradients of one optimizer.
 
     Args:
         parameters: The optimizer's parameters; those without a gradient are left out.
         inv_scale: 1 / loss scale.
         bare: Parameters whose gradients were never scaled.
+        held: Gradients by ``id`` of the parameter that are not in ``.grad``. Given, the step is private: nothing is
+            written in place. ``None`` unscales in place.
 
     Attributes:
         parameters: Parameters with a gradient.
-        norms: ``[n]``, float32, norm of each gradient before clipping.
+        norms: ``[n]``, float32, norm of each unscaled gradient before clipping.
         total: Global norm before clipping; inf or NaN if an entry is not finite.
+        factor: What the step has to multiply :meth:`grads` by.
         is_finite: Whether every entry is finite, and their norm.
         is_clipped: Whether a threshold acted.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], inv_scale: float, bare: Sequence[nn.Parameter] = ()) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        inv_scale: float,
+        bare: Sequence[nn.Parameter] = (),
+        held: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        self._held = {} if held is None else held
+        self.is_private = held is not None
+        self.factor = inv_scale if self.is_private else 1.0
+        self.parameters = [p for p in parameters if p.grad is not None or id(p) in self._held]
         self.is_clipped = False
         skipped = {id(parameter) for parameter in bare}
         self._unscaled = [parameter for parameter in self.parameters if id(parameter) not in skipped]
-        self._multiply(inv_scale)
+        if not self.is_private:
+            self._multiply(inv_scale)
         self.measure()
+
+    def grads(self) -> list[Tensor]:
+        """The gradients of ``parameters``, before ``factor``."""
+        return [grad for parameter in self.parameters if (grad := self._grad_of(parameter)) is not None]
+
+    def _grad_of(self, parameter: nn.Parameter) -> Tensor | None:
+        return self._held.get(id(parameter), parameter.grad)
 
     def rescale_(self, scale: float) -> list[nn.Parameter]:
         """Undoes the unscaling, for a further backward of a scaled loss that adds to the gradients.
@@ -60,11 +83,15 @@ class Gradients:
 
     def measure(self) -> None:
         """Measures the gradients as they are now; for when somebody may have written them without a trace."""
-        self.parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
-        self.norms, self.total = _norms(self._grads())
+        if not self.is_private:
+            self.parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
+            self._measured = self._marks()
+        self.norms, total = _norms(self.grads())
+        if self.factor != 1.0:
+            self.norms = self.norms * self.factor
+        self.total = total * self.factor
         self._current: float | None = self.total
         self.is_finite = math.isfinite(self.total)
-        self._measured = self._marks()
 
     def after_foreign_code(self, leaves_traces: bool, keeps_norms: bool) -> None:
         """Looks at the gradients again after code that may have written or replaced them.
@@ -74,7 +101,7 @@ class Gradients:
                 numpy does not.
             keeps_norms: Only check that all is finite; ``norms`` and ``total`` stay those from before clipping.
         """
-        if leaves_traces and self._marks() == self._measured:
+        if self.is_private or (leaves_traces and self._marks() == self._measured):
             return
         norms, total = self.norms, self.total
         count = len(self.parameters)
@@ -83,26 +110,30 @@ class Gradients:
             self.norms, self.total = norms, total
 
     def clip_norm_(self, threshold: float) -> None:
-        """Scales all gradients so that their global norm does not exceed ``threshold`` (torch's formula and bits)."""
-        if self._current is not None and self._current * (1 + _MARGIN) + _MARGIN < threshold:
+        """Scales all gradients so that their global norm does not exceed ``threshold`` (torch's formula)."""
+        current = float(global_norm(self.grads())) if self._current is None else self._current
+        self.is_clipped = self.is_clipped or current > threshold
+        coefficient = threshold / (current + 1e-6)
+        if coefficient >= 1.0:
             return
-        current = global_norm(self._grads())  # not the one of the measurement, whose last bits may differ from torch's
-        self.is_clipped = self.is_clipped or float(current) > threshold
-        coefficient = (threshold / (current + 1e-6)).clamp(max=1.0)
+        if self.is_private:
+            self.factor *= coefficient
+            self._current = None
+            return
         with torch.no_grad():
-            for device in {grad.device for grad in self._grads()}:
-                scale_([grad for grad in self._grads() if grad.device == device], coefficient.to(device))
+            for device in {grad.device for grad in self.grads()}:
+                scale_([grad for grad in self.grads() if grad.device == device], coefficient)
         self._note_clipping()
 
     @property
     def are_dense(self) -> bool:
         """Whether no gradient is sparse."""
-        return not any(grad.is_sparse for grad in self._grads())
+        return not any(grad.is_sparse for grad in self.grads())
 
     @contextmanager
     def foreign_clipping(self, threshold: float) -> Iterator[None]:
         """Surrounds a clipping by somebody else to ``threshold``, so that it counts as one."""
-        current = float(global_norm(self._grads())) if self._current is None else self._current
+        current = float(global_norm(self.grads())) if self._current is None else self._current
         self.is_clipped = self.is_clipped or current > threshold
         yield
         self._note_clipping()
@@ -112,7 +143,7 @@ class Gradients:
         for parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()  # the limit is for the sum of the entries of a row
-        grads = [grad._values() if grad.is_sparse else grad for grad in self._grads()]
+        grads = [grad._values() if grad.is_sparse else grad for grad in self.grads()]
         with torch.no_grad():
             for grad in grads:
                 grad.clamp_(-threshold, threshold)
@@ -122,14 +153,17 @@ class Gradients:
         self._current = None  # another clipping goes by the norm that is left, reports by the one before
         self._measured = self._marks()
 
+    def clear(self) -> None:
+        """Empties ``.grad`` after a private step: what stands there is neither unscaled nor clipped."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
     def first_nonfinite(self, root: nn.Module) -> str | None:
         """Name of the layer whose gradient went non-finite first in the backward (the last one in the model)."""
-        bad = {id(p) for p in self.parameters if p.grad is not None and not bool(torch.isfinite(_dense(p.grad)).all())}
+        grads = ((id(parameter), self._grad_of(parameter)) for parameter in self.parameters)
+        bad = {key for key, grad in grads if grad is not None and not bool(torch.isfinite(_dense(grad)).all())}
         names = [name for name, parameter in root.named_parameters() if id(parameter) in bad]
         return f"{names[-1].rpartition('.')[0] or names[-1]} (its gradient)" if names else None
-
-    def _grads(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def _marks(self) -> list[tuple[int, int]]:
         return [(id(p.grad), -1 if p.grad is None else p.grad._version) for p in self.parameters]

@@ -50,6 +50,7 @@ class Knobs:
             code for each and gives up after some; the guard's own changes are always carried out.
         maps: The different maps so far.
         restrictions: Format to the reason why no unit may run in it.
+        changes: How often formats were handed to the layers.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Knobs:
         self.maps: set[tuple[str, ...]] = {self._map_key({})}
         self._named: set[str] = set()
         self.is_ambient_raised = False
+        self.changes = 0
         self._is_steering = False
         if "precision" not in self.masked:
             self._make_act()
@@ -342,6 +344,7 @@ class Knobs:
         is_touched = not matches or self.is_ambient_raised or steers_fp16 or bool(self._named & self._norms())
         # once steered, always: the user may carry low-precision tensors over windows (hidden states, queues)
         self._is_steering = self._is_steering or is_touched
+        self.changes += 1
         for unit in self.units.values():
             if unit.reason is None:
                 is_plain = not self._is_steering or not self._is_run_explicitly(unit)

@@ -53,6 +53,7 @@ class Runtime:
     Attributes:
         is_active: Inside a training step or its backward; elsewhere layers run untouched.
         is_recording: Inside the forward of a training step; recomputations are not recorded.
+        runs_on_copies: Whether layers run on kept copies of their weights in this step.
         records_all: Record the output range of every unit, not only of those that can overflow.
         records_inputs: Also record what goes into a unit, to tell it from the operations before it.
         records: What units took and returned, in order of execution.
@@ -67,6 +68,7 @@ class Runtime:
         self.thread = threading.get_ident()
         self.is_active = False
         self.is_recording = False
+        self.runs_on_copies = False
         self.records_all = False
         self.records_inputs = False
         self.records: list[Record] = []
@@ -92,14 +94,31 @@ class ModuleState:
         module: The layer.
         unit: Its unit.
         runtime: Shared state.
+
+    Attributes:
+        run: How the layer runs in its format, ``None`` for its own forward.
+        override: Runs instead of that, for as long as it is there.
     """
 
-    __slots__ = ("fan_in", "format_name", "is_watched", "module", "name", "plain", "run", "runtime", "steered", "unit")
+    __slots__ = (
+        "fan_in",
+        "format_name",
+        "is_watched",
+        "module",
+        "name",
+        "override",
+        "plain",
+        "run",
+        "runtime",
+        "steered",
+        "unit",
+    )
 
     def __init__(self, module: nn.Module, unit: Unit, runtime: Runtime) -> None:
         self.module, self.unit, self.runtime = module, unit, runtime
         self.name = unit.name
         self.fan_in = _fan_in(module)
+        self.override: Runner | None = None
         self.set_format(None)
 
     def set_format(self, format_name: str | None) -> None:
@@ -112,6 +131,11 @@ class ModuleState:
         if format_name is not None:
             runtime, is_emulated = self.runtime, self.unit.is_emulated(format_name)
             self.run = make_runner(self.module, format_name, is_emulated, runtime.device_type, runtime.clamp_output)
+
+    def run_plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer in its format, whatever overrides that."""
+        run: Runner = self.run or self.plain.forward  # type: ignore[attr-defined]
+        return run(self.module, *args, **kwargs)
 
     def swap_in(self) -> ModuleState | None:
         """Gives the module its lookalike class and this state; returns the state of another fit that it carried."""
@@ -246,7 +270,7 @@ def _steered_forward(base_forward: Runner) -> Runner:
     @functools.wraps(base_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: ModuleState | None = self.__dict__.get("_autoprec")
-        if state is None or state.run is None or not state.runtime.is_active:
+        if state is None or not state.runtime.is_active or (state.run is None and state.override is None):
             return base_forward(self, *args, **kwargs)
         if state.runtime.is_recording and not torch.compiler.is_compiling() and state.runtime.is_other_thread():
             return base_forward(self, *args, **kwargs)
@@ -261,9 +285,11 @@ def _steered_forward(base_forward: Runner) -> Runner:
 
 
 def _call(state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    runtime, run = state.runtime, state.run
-    assert run is not None
-    if torch.compiler.is_compiling() or not runtime.is_recording or is_functorch_active():
+    runtime = state.runtime
+    if torch.compiler.is_compiling() or is_functorch_active():
+        return state.run_plain(*args, **kwargs)
+    run = state.override or state.run or state.plain.forward  # type: ignore[attr-defined]
+    if not runtime.is_recording:
         return run(module, *args, **kwargs)
     if runtime.records_inputs:
         runtime.record(state, True, (args, kwargs))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,26 +16,22 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from autoprec.action import Action
 from autoprec.base import Base
-from autoprec.bypass import StepGuard
 from autoprec.config import AutoPrecisionConfig
-from autoprec.gradients import Gradients
 from autoprec.history import History
-from autoprec.masks import clip_of, has_gradient_hooks, masks_of, restrict_for_bypass, restrict_for_lbfgs
+from autoprec.masks import clip_of, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
 from autoprec.regions import evaluation_region, formats_region, recomputation_region
 from autoprec.retry import StepRetry
 from autoprec.settings import checked_settings
 from autoprec.steering import STATE_VERSION, Steering, check_version
-from autoprec.undo import StepUndo
+from autoprec.stepping import Stepping
 from autoprec.units import find_units
 from autoprec.wrapped import WrappedPrecision
 
@@ -45,14 +40,6 @@ _ANOMALY = (
     " finite. In low precision such steps are normal. Leave `detect_anomaly` off, or look for a fault of the model in"
     " fp32."
 )
-
-
-class _StepSkipped(Exception):
-    """Leaves ``optimizer.step`` from inside its closure, before anything was updated."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__("the step is skipped: a gradient is not finite")
-        self.result = result
 
 
 class AutoPrecision(WrappedPrecision):
@@ -89,12 +76,8 @@ class AutoPrecision(WrappedPrecision):
         self.base = check_base(base or Precision())
         self.precision = self.base.precision
         self.steering: Steering | None = None
-        self._gradients: dict[int, Gradients] = {}
         self._retry: StepRetry | None = None
-        self._step_guard: StepGuard | None = None
-        self._has_hooks = False
-        self._overrides_clipping = False
-        self._trainer_clip: tuple[Any, Any] = (None, None)
+        self._stepping: Stepping | None = None
         self._is_in_batch: Callable[[], bool] = bool
 
     # ---- set-up ----
@@ -106,9 +89,6 @@ class AutoPrecision(WrappedPrecision):
         if isinstance(module, pl.LightningModule) and trainer is not None and trainer.state.fn == "fit":
             self.release()
             self.steering = self._steering_of(module, trainer)
-            self._has_hooks = has_gradient_hooks(module, _callbacks_of(trainer))
-            self._overrides_clipping = is_overridden("configure_gradient_clipping", module)
-            self._trainer_clip = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
             self._is_in_batch = functools.partial(is_in_batch, trainer)
             if self.initial_formats:
                 self.steering.apply(Action(precision=self.initial_formats), "initial formats")
@@ -139,10 +119,7 @@ class AutoPrecision(WrappedPrecision):
             if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
                 restrict_for_lbfgs(steering.knobs)
             steering.schedules.attach(lr_schedulers, steering.is_automatic, self._is_in_batch)
-            knobs = steering.knobs
-            self._step_guard = StepGuard(
-                steering.root, optimizers, knobs.loss_scale, functools.partial(restrict_for_bypass, knobs)
-            )
+            self._stepping = Stepping(self, steering, optimizers)
         return self.base.connect(model, optimizers, lr_schedulers)
 
     def teardown(self) -> None:
@@ -152,13 +129,12 @@ class AutoPrecision(WrappedPrecision):
 
     def release(self) -> None:
         """Ends the steering of a fit; may be called at any time, also twice. What was decided stays readable."""
-        self._gradients.clear()
         if self._retry is not None:
             self._retry.remove()
             self._retry = None
-        if self._step_guard is not None:
-            self._step_guard.remove()
-            self._step_guard = None
+        if self._stepping is not None:
+            self._stepping.release()
+            self._stepping = None
         if self.steering is not None and not self.steering.is_released:
             self.steering.release()
             sync_scaler(self.base, self.steering.knobs.loss_scale)
@@ -206,7 +182,8 @@ class AutoPrecision(WrappedPrecision):
         steering.begin_step()
         steering.is_in_step = True
         try:
-            with self.base.train_step_context(), formats_region(steering, is_training=True):
+            is_fast = self._stepping is not None and self._stepping.hand_out()
+            with self.base.train_step_context(), formats_region(steering, is_training=True, runs_on_copies=is_fast):
                 yield
         finally:
             steering.is_in_step = False
@@ -215,6 +192,8 @@ class AutoPrecision(WrappedPrecision):
     def val_step_context(self) -> Generator[None, None, None]:
         """Runs a validation step in the base precision, or in the units' formats if asked to."""
         steering = self._active
+        if self._stepping is not None:
+            self._stepping.distrust_copies()  # weights may have been swapped for the evaluation
         if steering is None or self.settings.eval_precision == "base":
             with self.base.val_step_context(), evaluation_region(steering):
                 yield
@@ -232,26 +211,21 @@ class AutoPrecision(WrappedPrecision):
             # Lightning has divided the loss by the number of micro-batches
             parts = module.trainer.accumulate_grad_batches if steering.is_automatic else 1
             steering.telemetry.note_loss(tensor if parts == 1 else tensor * parts)
-            self._rescale(steering)
+            if self._stepping is not None:
+                self._stepping.rescale()
             if steering.knobs.loss_scale.enabled:
                 tensor = tensor * steering.knobs.loss_scale.scale
         return super().pre_backward(tensor, module)
-
-    def _rescale(self, steering: Steering) -> None:
-        """Takes back what the user's clipping between two backwards has unscaled; the step unscales everything."""
-        for gradients in self._gradients.values():
-            steering.note_rescaled(gradients.rescale_(steering.knobs.loss_scale.scale))
-        self._gradients.clear()
 
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Runs the backward; recomputations see the formats of the forward."""
         steering = self._active
-        if steering is None:
+        if steering is None or self._stepping is None:
             self.base.backward(tensor, model, optimizer, *args, **kwargs)
             return
-        with steering.scaled_backward(model), recomputation_region(steering):
+        with steering.scaled_backward(model), recomputation_region(steering), self._stepping.backward(tensor):
             try:
                 self.base.backward(tensor, model, optimizer, *args, **kwargs)
             except RuntimeError as error:
@@ -264,88 +238,10 @@ class AutoPrecision(WrappedPrecision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Takes one optimizer step unless a gradient is not finite.
-
-        The check runs inside the closure, after all hooks and clipping, so whatever the optimizer is, it has not
-        updated anything yet. An optimizer that calls its closure again after an update is put back to where it was.
-        """
-        steering = self._active
-        if steering is None:
+        """Takes one optimizer step unless a gradient is not finite."""
+        if self._stepping is None:
             return self.base.optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        undo = StepUndo(optimizer)
-        wrapped = functools.partial(self._checked_closure, steering, optimizer, model, closure, undo)
-        try:
-            with self._expecting_steps(True):
-                result = optimizer.step(closure=wrapped, **kwargs)
-        except _StepSkipped as skip:
-            undo.restore()
-            steering.schedules.note(optimizer, is_skipped=True)
-            steering.on_skipped(self._gradients.pop(id(optimizer), None), _index(model.trainer, optimizer))
-            return skip.result
-        undo.learn()
-        steering.schedules.note(optimizer, is_skipped=False)
-        gradients = self._gradients.pop(id(optimizer), None)
-        has_backward = steering.backwards > 0 or not steering.is_automatic
-        if gradients is None or not gradients.parameters or not has_backward:
-            steering.on_empty()
-        else:
-            steering.on_applied(gradients, _index(model.trainer, optimizer))
-        return result
-
-    def _checked_closure(
-        self,
-        steering: Steering,
-        optimizer: Any,
-        model: pl.LightningModule,
-        closure: Callable[[], Any],
-        undo: StepUndo,
-    ) -> Any:
-        if undo.note_call() > 1:
-            self._gradients.pop(id(optimizer), None)
-        with self._expecting_steps(False):
-            result = closure()
-        is_clipped_by_user = id(optimizer) in self._gradients
-        gradients = self._unscaled(steering, optimizer)
-        if result is None and model.automatic_optimization and not gradients.parameters:
-            steering.user_skipped_steps += 1
-        trainer = model.trainer
-        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
-        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
-        # between the user's clipping and the step other code of the user ran
-        leaves_traces = not self._has_hooks and not is_clipped_by_user
-        gradients.after_foreign_code(leaves_traces, keeps_norms=is_clipped_by_user)
-        self._clip(steering, model, optimizer)
-        gradients.after_foreign_code(leaves_traces=not self._overrides_clipping, keeps_norms=True)
-        if not gradients.is_finite:
-            raise _StepSkipped(result)
-        if steering.is_sampling and gradients.parameters:
-            steering.sample(gradients)
-        return result
-
-    def _expecting_steps(self, is_expected: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._step_guard is None else self._step_guard.expecting(is_expected)
-
-    def _unscaled(self, steering: Steering, optimizer: Any) -> Gradients:
-        """The optimizer's gradients, brought back to the unscaled loss exactly once per step."""
-        known = self._gradients.get(id(optimizer))
-        if known is not None:
-            return known
-        parameters = list(self.main_params(optimizer))
-        gradients = Gradients(parameters, steering.knobs.loss_scale.inv_scale, steering.take_bare(parameters))
-        self._gradients[id(optimizer)] = gradients
-        return gradients
-
-    def _clip(self, steering: Steering, model: pl.LightningModule, optimizer: Any) -> None:
-        trainer = model.trainer
-        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        if (value, algorithm) != self._trainer_clip:
-            self._trainer_clip = (value, algorithm)
-            steering.take_trainer_clip(value, algorithm != GradClipAlgorithmType.VALUE)
-        if "clip" in steering.knobs.masked:
-            self._clip_gradients(model, optimizer, value, gradient_clip_algorithm=algorithm)
-        elif math.isfinite(steering.knobs.clip):
-            # the module's own hook would refuse values other than the Trainer's; it is not overridden here
-            self.clip_gradients(optimizer, steering.knobs.clip)
+        return self._stepping.take(optimizer, model, closure, **kwargs)
 
     def clip_gradients(
         self,
@@ -362,21 +258,10 @@ class AutoPrecision(WrappedPrecision):
         """
         if not clip_val or clip_val <= 0:
             return
-        steering = self._active
-        if steering is None:
+        if self._stepping is None:
             self.base.clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
-            return
-        gradients = self._unscaled(steering, getattr(optimizer, "optimizer", optimizer))
-        gradients.after_foreign_code(leaves_traces=True, keeps_norms=False)
-        if not gradients.is_finite:
-            return
-        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            gradients.clip_value_(clip_val)
-        elif "clip" in steering.knobs.masked and gradients.are_dense:
-            with gradients.foreign_clipping(clip_val):  # torch's own, which works in the dtype of the gradients
-                self.clip_grad_by_norm(optimizer, clip_val)
         else:
-            gradients.clip_norm_(clip_val)
+            self._stepping.clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
     # ---- state ----
 
@@ -407,14 +292,6 @@ class AutoPrecision(WrappedPrecision):
         if self.steering is not None and getattr(self.base, "scaler", None) is not None:
             state = self.steering.knobs.loss_scale.state_dict()
             checkpoint["MixedPrecision"] = {key: value for key, value in state.items() if key != "enabled"}
-
-
-def _callbacks_of(trainer: Any) -> Sequence[pl.Callback]:
-    return list(trainer.callbacks)
-
-
-def _index(trainer: Any, optimizer: object) -> int:
-    return next((index for index, each in enumerate(trainer.optimizers) if each is optimizer), 0)
 
 
 def is_in_batch(trainer: Any) -> bool:

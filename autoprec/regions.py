@@ -26,10 +26,10 @@ def recomputation_region(steering: Steering) -> Iterator[None]:
     Args:
         steering: State of the fit.
     """
-    if not steering.knobs.is_steering:
+    runtime = steering.runtime
+    if not steering.knobs.is_steering and not runtime.runs_on_copies:
         yield
         return
-    runtime = steering.runtime
     was = runtime.is_active, runtime.is_recording
     runtime.is_active, runtime.is_recording = True, False
     try:
@@ -40,17 +40,20 @@ def recomputation_region(steering: Steering) -> Iterator[None]:
 
 
 @contextmanager
-def formats_region(steering: Steering, is_training: bool) -> Iterator[None]:
+def formats_region(steering: Steering, is_training: bool, runs_on_copies: bool = False) -> Iterator[None]:
     """Runs a step in the units' formats.
 
     Args:
         steering: State of the fit.
         is_training: Whether outputs are recorded and the current trial goes on. Evaluation is rare, so all of it is a
             trial.
+        runs_on_copies: Whether layers run on kept copies of their weights.
     """
     knobs, runtime = steering.knobs, steering.runtime
+    runtime.runs_on_copies = runs_on_copies
     if not knobs.is_steering:
-        yield
+        with _plain_region(steering) if runs_on_copies else nullcontext():
+            yield
         return
     trial = steering.trial if is_training else Trial()
     runtime.is_active, runtime.is_recording = True, is_training
@@ -67,6 +70,18 @@ def formats_region(steering: Steering, is_training: bool) -> Iterator[None]:
     finally:
         runtime.is_active = runtime.is_recording = False
         runtime.on_output = None
+
+
+@contextmanager
+def _plain_region(steering: Steering) -> Iterator[None]:
+    """Runs a training step in the Trainer's own precision, but on copies."""
+    runtime = steering.runtime
+    runtime.is_active = runtime.is_recording = True
+    try:
+        with swapped(steered_units(steering.knobs)):
+            yield
+    finally:
+        runtime.is_active = runtime.is_recording = False
 
 
 def evaluation_region(steering: Steering | None) -> AbstractContextManager[Any]:

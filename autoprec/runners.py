@@ -87,6 +87,23 @@ def _autocast_runner(cls: type, kind: str, dtype: torch.dtype, device_type: str,
     return run
 
 
+def run_on_copies(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, device_type: str) -> Tensor:
+    """Runs torch's own linear or convolution layer on low-precision copies of its parameters, as autocast would.
+
+    Args:
+        module: The layer.
+        x: Its input.
+        weight: Copy of its weight in the dtype that autocast would cast it to.
+        bias: Copy of its bias.
+        device_type: Where it runs; autocast must be on there.
+    """
+    set_ambient(device_type, weight.dtype)
+    if isinstance(module, nn.Linear):
+        return nn.functional.linear(x, weight, bias)
+    output: Tensor = module._conv_forward(x, weight, bias)  # type: ignore[operator]
+    return output
+
+
 def _rnn_runner(run: Runner, device_type: str) -> Runner:
     """RNNs compare the dtype of input and weights before autocast can act on a CPU, so they are given float32."""
 

@@ -118,6 +118,11 @@ class Steering:
         return self._rescue.trial
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether something that runs layers is compiled."""
+        return self._compilation.is_compiled
+
+    @property
     def is_released(self) -> bool:
         """Whether the fit is over."""
         return self._root is None

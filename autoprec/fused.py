@@ -1,0 +1,239 @@
+"""Takes an optimizer's step with one kernel for each of its parameter groups.
+
+The kernel stands in for the loop inside the optimizer's own ``step``, so hooks, schedules, the profiler and groups that
+are added in mid-run work as always, and the moments stay in the optimizer's own ``state`` under torch's own keys. What
+lives here: which optimizers and groups a kernel can take, and calling it. What does not: gradients, clipping, skipping
+(``stepping``).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from autoprec.ops import WeightCopy, has_kernel, prepare_adam, prepare_sgd
+from autoprec.ops.optimizers import Step
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = (Tensor, nn.Parameter)
+# settings of a group under which torch's own step does something that the kernels do not
+_OTHERWISE = ("amsgrad", "capturable", "differentiable")
+
+Options = dict[str, Any]
+
+
+class _Prepared(NamedTuple):
+    """What a kernel is prepared for: some parameters of a group, their state and their copies."""
+
+    keys: list[int]
+    parameters: list[Tensor]
+    states: list[Tensor]
+    copies: list[WeightCopy | None]
+    step: Step
+
+
+class _Part(NamedTuple):
+    """The share of one group in a step that is about to be taken."""
+
+    prepared: _Prepared
+    grads: list[Tensor]
+
+
+class FusedStep:
+    """Stands in for the update of one optimizer.
+
+    Args:
+        optimizer: One that :func:`is_fusible` accepts.
+
+    Attributes:
+        copies: Low-precision copies of weights to write in the same pass, by ``id`` of the parameter.
+        taken: Steps that the kernels took.
+        updated: ``id`` of the parameters that the latest of them updated.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.copies: dict[int, WeightCopy] = {}
+        self.taken = 0
+        self.updated: list[int] = []
+        self._optimizer = optimizer
+        self._is_adam = isinstance(optimizer, Adam)
+        self._prepared: dict[int, _Prepared] = {}
+        self._plan: dict[int, _Part] | None = None
+        self._factor = 1.0
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Surrounds a call of ``optimizer.step``; a plan made in its closure is carried out instead of torch's loop."""
+        optimizer = self._optimizer
+        own = optimizer._init_group  # type: ignore[attr-defined]
+
+        def collect(group: Options, *lists: list[Tensor]) -> bool:
+            if self._plan is None:
+                is_special: bool = own(group, *lists)
+                return is_special
+            self._take(group)
+            return False  # torch's loop finds nothing to do
+
+        optimizer._init_group = collect  # type: ignore[attr-defined]
+        try:
+            yield
+            if self._plan is not None:
+                self.taken += 1
+                self.updated = [key for part in self._plan.values() for key in part.prepared.keys]
+        finally:
+            del optimizer._init_group  # type: ignore[attr-defined]
+            self._plan = None
+
+    def plan(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+        """Gets ready to take a step.
+
+        Args:
+            parameters: The optimizer's parameters that have a gradient.
+            grads: Their gradients.
+
+        Returns:
+            Whether the kernels can take it. Else torch's own loop runs: in an optimizer's first step, which makes the
+            moments, and wherever a tensor is not a plain one.
+        """
+        self._plan = None
+        by_key = dict(zip(map(id, parameters), grads, strict=True))
+        if not all(map(_is_gradient, grads)):
+            return False
+        plan: dict[int, _Part] = {}
+        groups = self._optimizer.param_groups
+        if len(self._prepared) > len(groups):
+            self._prepared.clear()
+        for index, group in enumerate(groups):
+            members = [parameter for parameter in group["params"] if id(parameter) in by_key]
+            prepared = self._prepare(index, group, members)
+            if prepared is None:
+                return False
+            plan[id(group)] = _Part(prepared, [by_key[key] for key in prepared.keys])
+        self._plan = plan
+        return True
+
+    def arm(self, factor: float) -> None:
+        """Sets what the gradients of the plan are multiplied by."""
+        self._factor = factor
+
+    def disarm(self) -> None:
+        """Drops the plan; torch's own loop takes the step."""
+        self._plan = None
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters of the optimizer."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _prepare(self, index: int, group: Options, members: list[Tensor]) -> _Prepared | None:
+        if any(group.get(name) for name in _OTHERWISE):
+            return None
+        states = self._states(group, members)
+        if states is None:
+            return None
+        keys = list(map(id, members))
+        copies = [self.copies.get(key) for key in keys]
+        known = self._prepared.get(index)
+        if known is not None and known.keys == keys and _are(known.states, states) and _are(known.copies, copies):
+            return known
+        if not _fit(members, states):
+            return None
+        step = self._prepare_step(members, states, copies)
+        self._prepared[index] = _Prepared(keys, members, states, copies, step)
+        return self._prepared[index]
+
+    def _states(self, group: Options, members: Sequence[Tensor]) -> list[Tensor] | None:
+        """The state of some parameters, one kind after the other; ``None`` if torch has not made it yet."""
+        names = ("exp_avg", "exp_avg_sq", "step") if self._is_adam else ("momentum_buffer",) * bool(group["momentum"])
+        rows = [self._optimizer.state.get(member, {}) for member in members]
+        found = [row.get(name) for name in names for row in rows]
+        return None if any(state is None for state in found) else found
+
+    def _prepare_step(self, members: list[Tensor], states: list[Tensor], copies: list[WeightCopy | None]) -> Step:
+        count = len(members)
+        if self._is_adam:
+            return prepare_adam(members, states[:count], states[count : 2 * count], states[2 * count :], copies)
+        return prepare_sgd(members, states or None, copies)
+
+    def _take(self, group: Options) -> None:
+        assert self._plan is not None
+        prepared, grads = self._plan[id(group)]
+        if not grads:
+            return
+        options = _adam_options(group) if self._is_adam else _sgd_options(group)
+        prepared.step(grads, grad_factor=self._factor, **options)
+        torch.autograd.graph.increment_version(prepared.parameters)
+
+
+def is_fusible(optimizer: Any) -> bool:
+    """Whether a kernel may stand in for an optimizer's update: exactly torch's SGD, Adam or AdamW, as torch made it."""
+    if type(optimizer) not in (SGD, Adam, AdamW):
+        return False
+    own_step = optimizer.__dict__.get("step")
+    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+        return False  # somebody replaced it
+    devices = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
+    return len(devices) == 1 and has_kernel("prepare_adam", devices.pop())
+
+
+def _is_gradient(grad: Tensor) -> bool:
+    return type(grad) in _PLAIN and grad.dtype in _DTYPES and grad.layout is torch.strided
+
+
+def _fit(members: Sequence[Tensor], states: Sequence[Tensor]) -> bool:
+    """Whether everything is float32 and lies as torch made it."""
+    if not all(
+        type(member) in _PLAIN and member.dtype is torch.float32 and _is_one_block(member) for member in members
+    ):
+        return False
+    for index, state in enumerate(states):
+        member = members[index % len(members)]
+        is_counter = state.numel() == 1 and state.ndim == 0 and state.is_cpu
+        if state.dtype is not torch.float32 or not (is_counter or _lies_like(state, member)):
+            return False
+    return True
+
+
+def _is_one_block(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and (
+        tensor.is_contiguous()
+        or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+        or (tensor.ndim == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d))
+    )
+
+
+def _lies_like(state: Tensor, member: Tensor) -> bool:
+    return (
+        type(state) in _PLAIN
+        and state.layout is torch.strided
+        and state.device == member.device
+        and state.shape == member.shape
+        and state.stride() == member.stride()
+    )
+
+
+def _are(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(map(operator.is_, left, right))
+
+
+def _adam_options(group: Mapping[str, Any]) -> Options:
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": group["lr"],
+        "beta1": float(beta1),
+        "beta2": float(beta2),
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+        "decoupled": group["decoupled_weight_decay"],
+        "maximize": group["maximize"],
+    }
+
+
+def _sgd_options(group: Mapping[str, Any]) -> Options:
+    names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    return {name: group[name] for name in names}

@@ -1,0 +1,270 @@
+"""One optimizer step: closure, unscaling, hooks, finite check, clipping, and a kernel in place of the update.
+
+A step is *private* where nobody can look at gradients between the backward and the end of the batch: then they stay as
+the backward left them, and one factor (inverse loss scale times clip factor) goes into the kernel. Else they are fp32,
+unscaled and clipped in place, in ``.grad``, and the kernel takes them from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autoprec.bypass import StepGuard
+from autoprec.fast_path import FastPath
+from autoprec.fused import FusedStep, is_fusible
+from autoprec.gradients import Gradients
+from autoprec.masks import has_gradient_hooks, restrict_for_bypass
+from autoprec.onlookers import has_step_hooks, onlooker, runs_between_steps
+from autoprec.steering import Steering
+from autoprec.undo import StepUndo
+
+Closure = Callable[[], Any]
+
+
+class _StepSkipped(Exception):
+    """Leaves ``optimizer.step`` from inside its closure, before anything was updated."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__("the step is skipped: a gradient is not finite")
+        self.result = result
+
+
+class Stepping:
+    """Takes the optimizer steps of one fit.
+
+    Args:
+        plugin: The precision plugin in whose name steps are taken.
+        steering: State of the fit.
+        optimizers: All optimizers of the Trainer.
+
+    Attributes:
+        onlooker: Who may look at gradients or write weights in the middle of a step, ``None`` if nobody does.
+    """
+
+    def __init__(self, plugin: Precision, steering: Steering, optimizers: Sequence[Optimizer]) -> None:
+        root = steering.root
+        assert isinstance(root, pl.LightningModule)
+        trainer = root.trainer
+        callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
+        self._plugin = plugin
+        self._steering = steering
+        self._gradients: dict[int, Gradients] = {}
+        self._has_hooks = has_gradient_hooks(root, callbacks)
+        self._overrides_clipping = is_overridden("configure_gradient_clipping", root)
+        self._trainer_clip = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        self._is_in_closure = False
+        knobs = steering.knobs
+        self._guard = StepGuard(root, optimizers, knobs.loss_scale, functools.partial(restrict_for_bypass, knobs))
+        self.onlooker = onlooker(root, callbacks, (trainer.strategy, getattr(plugin, "base", plugin)))
+        is_fused = steering.config.fused_step and "precision" not in knobs.masked
+        self._fused = {id(each): FusedStep(each) for each in optimizers if is_fused and is_fusible(each)}
+        self._fast_path: FastPath | None = None
+        if self._fused and self.onlooker is None and steering.is_automatic:
+            fused = self._fused[id(optimizers[0])]
+            self._fast_path = FastPath(root, knobs, fused, runs_between_steps(root, callbacks))
+
+    def release(self) -> None:
+        """Ends everything that lasts as long as a fit."""
+        self._guard.remove()
+        self._gradients.clear()
+        if self._fast_path is not None:
+            self._fast_path.release()
+
+    # ---- forward and backward ----
+
+    def hand_out(self) -> bool:
+        """Gives layers the copies that they run on in the training step that begins.
+
+        Returns:
+            Whether the classes of layers must be swapped for it.
+        """
+        steering = self._steering
+        if self._fast_path is None or steering.trial is not None or steering.is_compiled:
+            return False
+        return self._fast_path.hand_out()
+
+    def distrust_copies(self) -> None:
+        """Called where code of the user may have written weights without a trace."""
+        if self._fast_path is not None:
+            self._fast_path.distrust()
+
+    @contextlib.contextmanager
+    def backward(self, loss: Tensor) -> Iterator[None]:
+        """Surrounds a backward from a loss."""
+        if self._fast_path is None:
+            yield
+            return
+        table = self._fast_path.table
+        with table.open(loss):
+            yield
+        self._fast_path.take_back()
+        if self._is_in_closure:
+            table.merge()
+        else:
+            table.materialize()
+
+    def rescale(self) -> None:
+        """Takes back what the user's clipping between two backwards has unscaled; the step unscales everything."""
+        for gradients in self._gradients.values():
+            self._steering.note_rescaled(gradients.rescale_(self._steering.knobs.loss_scale.scale))
+        self._gradients.clear()
+
+    # ---- step ----
+
+    def take(self, optimizer: Any, model: pl.LightningModule, closure: Closure, **kwargs: Any) -> Any:
+        """Takes one optimizer step unless a gradient is not finite.
+
+        The check runs inside the closure, after all hooks and clipping, so whatever the optimizer is, it has not
+        updated anything yet. An optimizer that calls its closure again after an update is put back to where it was.
+        """
+        steering = self._steering
+        fused = self._fused.get(id(optimizer))
+        undo = StepUndo(optimizer)
+        wrapped = functools.partial(self._checked_closure, optimizer, model, closure, undo)
+        try:
+            with self._guard.expecting(True), contextlib.nullcontext() if fused is None else fused.standing_in():
+                result = optimizer.step(closure=wrapped, **kwargs)
+        except _StepSkipped as skip:
+            undo.restore()
+            steering.schedules.note(optimizer, is_skipped=True)
+            gradients = self._gradients.pop(id(optimizer), None)
+            steering.on_skipped(gradients, _index(model.trainer, optimizer))
+            self._forget(gradients)
+            return skip.result
+        undo.learn()
+        if fused is not None and self._fast_path is not None:
+            self._fast_path.note_step()
+        steering.schedules.note(optimizer, is_skipped=False)
+        gradients = self._gradients.pop(id(optimizer), None)
+        has_backward = steering.backwards > 0 or not steering.is_automatic
+        if gradients is None or not gradients.parameters or not has_backward:
+            steering.on_empty()
+        else:
+            steering.on_applied(gradients, _index(model.trainer, optimizer))
+        self._forget(gradients)
+        return result
+
+    def _forget(self, gradients: Gradients | None) -> None:
+        if self._fast_path is not None:
+            self._fast_path.table.clear()
+        if gradients is not None and gradients.is_private:
+            gradients.clear()
+
+    def _checked_closure(self, optimizer: Any, model: pl.LightningModule, closure: Closure, undo: StepUndo) -> Any:
+        steering = self._steering
+        if undo.note_call() > 1:
+            self._gradients.pop(id(optimizer), None)
+        with self._guard.expecting(False):
+            self._is_in_closure = True
+            try:
+                result = closure()
+            finally:
+                self._is_in_closure = False
+        is_clipped_by_user = id(optimizer) in self._gradients
+        gradients = self._unscaled(optimizer, model.trainer)
+        if result is None and model.automatic_optimization and not gradients.parameters:
+            steering.user_skipped_steps += 1
+        call._call_callback_hooks(model.trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(model.trainer, "on_before_optimizer_step", optimizer)
+        # between the user's clipping and the step other code of the user ran
+        leaves_traces = not self._has_hooks and not is_clipped_by_user
+        gradients.after_foreign_code(leaves_traces, keeps_norms=is_clipped_by_user)
+        self._clip(model, optimizer)
+        gradients.after_foreign_code(leaves_traces=not self._overrides_clipping, keeps_norms=True)
+        if not gradients.is_finite:
+            raise _StepSkipped(result)
+        if steering.is_sampling and gradients.parameters:
+            steering.sample(gradients)
+        self._arm(optimizer, gradients)
+        return result
+
+    def _arm(self, optimizer: Any, gradients: Gradients) -> None:
+        """Lets the kernel take the step, if it can."""
+        fused = self._fused.get(id(optimizer))
+        if fused is None:
+            return
+        if not gradients.is_private:
+            fused.plan(gradients.parameters, gradients.grads())
+        fused.arm(gradients.factor)
+
+    def _unscaled(self, optimizer: Any, trainer: Any) -> Gradients:
+        """The optimizer's gradients, brought back to the unscaled loss exactly once per step."""
+        known = self._gradients.get(id(optimizer))
+        if known is not None:
+            return known
+        steering, inv_scale = self._steering, self._steering.knobs.loss_scale.inv_scale
+        parameters = list(self._plugin.main_params(optimizer))
+        gradients = None
+        if self._fast_path is not None and self._is_private(optimizer, trainer):
+            gradients = self._private(optimizer, parameters, self._fast_path, inv_scale)
+        if gradients is None:
+            if self._fast_path is not None:
+                self._fast_path.table.materialize()
+            gradients = Gradients(parameters, inv_scale, steering.take_bare(parameters))
+        self._gradients[id(optimizer)] = gradients
+        return gradients
+
+    def _is_private(self, optimizer: Any, trainer: Any) -> bool:
+        """Whether nobody looks at the gradients of this very step."""
+        is_by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE and trainer.gradient_clip_val
+        return not self._steering.is_sampling and not is_by_value and not has_step_hooks(optimizer)
+
+    def _private(
+        self, optimizer: Any, parameters: Sequence[Any], fast_path: FastPath, inv_scale: float
+    ) -> Gradients | None:
+        held = fast_path.table.held
+        pairs = [(p, grad) for p in parameters if (grad := held.get(id(p), p.grad)) is not None]
+        if not self._fused[id(optimizer)].plan([p for p, _ in pairs], [grad for _, grad in pairs]):
+            return None
+        return Gradients(parameters, inv_scale, held=held)
+
+    # ---- clipping ----
+
+    def _clip(self, model: pl.LightningModule, optimizer: Any) -> None:
+        trainer, steering = model.trainer, self._steering
+        value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+        if (value, algorithm) != self._trainer_clip:
+            self._trainer_clip = (value, algorithm)
+            steering.take_trainer_clip(value, algorithm != GradClipAlgorithmType.VALUE)
+        if "clip" in steering.knobs.masked:
+            self._plugin._clip_gradients(model, optimizer, value, gradient_clip_algorithm=algorithm)
+        elif math.isfinite(steering.knobs.clip):
+            # the module's own hook would refuse values other than the Trainer's; it is not overridden here
+            self._plugin.clip_gradients(optimizer, steering.knobs.clip)
+
+    def clip_gradients(self, optimizer: Any, clip_val: int | float, algorithm: GradClipAlgorithmType) -> None:
+        """Clips unscaled gradients.
+
+        Args:
+            optimizer: Whose gradients to clip.
+            clip_val: Threshold, > 0.
+            algorithm: By norm or by value.
+        """
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        gradients = self._unscaled(optimizer, self._steering.root.trainer)
+        gradients.after_foreign_code(leaves_traces=True, keeps_norms=False)
+        if not gradients.is_finite:
+            return
+        if algorithm == GradClipAlgorithmType.VALUE:
+            gradients.clip_value_(clip_val)
+        elif "clip" in self._steering.knobs.masked and not gradients.is_private and gradients.are_dense:
+            with gradients.foreign_clipping(clip_val):  # torch's own, which works in the dtype of the gradients
+                self._plugin.clip_grad_by_norm(optimizer, clip_val)
+        else:
+            gradients.clip_norm_(clip_val)
+
+
+def _index(trainer: Any, optimizer: object) -> int:
+    return next((index for index, each in enumerate(trainer.optimizers) if each is optimizer), 0)
