@@ -78,12 +78,12 @@ class Prepared:
         self,
         params: Sequence[Tensor],
         columns: Sequence[Column],
-        copies: Sequence[WeightCopy | None] | None,
+        copies: Sequence[WeightCopy | None],
         others: Sequence[Tensor] = (),
     ) -> None:
         _check_lists(params, columns)
         self.params, self._columns = params, columns
-        self._copies: Sequence[WeightCopy | None] = [None] * len(params) if copies is None else copies
+        self._copies = copies
         plain = [None if c is None or c.format not in PLAIN_COPIES else c for c in self._copies]
         self._copy_values = [None if c is None else c.values for c in plain]
         self.copy_codes = [0 if c is None else PLAIN_COPIES[c.format] for c in plain]
