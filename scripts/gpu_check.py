@@ -144,6 +144,23 @@ def check_steps(device: str) -> Iterator[Row]:
     yield Row("SGD, nesterov", error < 5e-7, f"{error:.1e}")
 
 
+def check_staleness(device: str) -> Iterator[Row]:
+    from autoprec.ops import reference_prepared, triton_optimizers
+
+    model = Model(SMALL, device)
+    modules = (triton_optimizers, reference_prepared)
+    ours, theirs = (module.PreparedSgd(model.params, copies=model.copies) for module in modules)
+    ours.refresh()
+    found = [ours.stale(samples, 0) for samples in (4, 100, -1)]
+    yield Row("copies as they were written are current", found == [None] * 3, str(found))
+    wrong = 0
+    for param in model.params:
+        param.view(-1)[::2] *= 1.5
+        wrong += sum(ours.stale(2, seed) != theirs.stale(2, seed) for seed in range(3))
+        ours.refresh()
+    yield Row("stale copies are those of the reference", wrong == 0, f"{wrong} differ")
+
+
 def check_casts(device: str) -> Iterator[Row]:
     from autoprec.ops import reference_casts, triton_casts
 
@@ -272,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "the interpreter" if options.interpret else torch.cuda.get_device_name()
     start = time.perf_counter()
     rows: list[Row] = []
-    for check in (check_statistics, check_steps, check_casts, check_matmuls):
+    for check in (check_statistics, check_steps, check_staleness, check_casts, check_matmuls):
         rows += rows_of(check, device)
     if device == "cuda":
         parts = [check_no_wait, check_large]

@@ -71,10 +71,12 @@ def test_special_and_non_finite_weights(isa: str, format_name: str) -> None:
 
 
 def test_empty_weights_and_copies_without_transposition() -> None:
-    for shape in ((0, 4), (0,)):
+    for shape in ((0, 4), (0,), (3, 0)):
         weight = torch.zeros(shape)
-        for format_name in ("bf16", "fp16", "int8"):
-            ops.refresh_copies_([weight], [ops.new_copy(weight, format_name)], implementation="cpu")
+        for format_name in FORMATS:
+            copy = poisoned(weight, format_name)
+            ops.refresh_copies_([weight], [copy], implementation="cpu")
+            assert_is_copy_of(copy, weight)
     weight = torch.randn(20, 30)
     copy = ops.new_copy(weight, "int8", transposed=False)
     assert copy.transposed_values is None

@@ -316,6 +316,25 @@ def test_refreshed_copies_are_the_reference() -> None:
     assert_copies(model)
 
 
+@pytest.mark.parametrize("change", [0, 1, 2, 3, 4, 6, 7])
+def test_stale_copies_are_those_of_the_reference(change: int) -> None:
+    model = Model()
+    for param in model.params[:3]:
+        param.flatten()[7] = math.nan
+    step = triton_optimizers.PreparedSgd(model.params, copies=model.copies)
+    reference = reference_prepared.PreparedSgd(model.params, copies=model.copies)
+    step.refresh()
+    assert step.stale(20, 0) is step.stale(-1, 0) is None
+    # every other entry, so that some draws miss
+    param = model.params[change]
+    param.mul_(torch.tensor([3.0, 1.0]).repeat(param.numel())[: param.numel()].view(param.shape))
+    found = [step.stale(2, seed) for seed in range(4)]
+    assert found == [reference.stale(2, seed) for seed in range(4)]
+    expected = None if FORMATS[change] is None else change
+    assert expected in found
+    assert step.stale(-1, 0) == reference.stale(-1, 0) == expected
+
+
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_copies_carry_a_non_finite_weight_in_the_scale(bad: float) -> None:
     weight = torch.randn(70, 80)

@@ -93,6 +93,13 @@ class Prepared:
             codes = bytes(MEASURED[grad.dtype] for grad in grads)
         return array("Q", map(Tensor.data_ptr, grads)), codes, grads
 
+    def stale(self, samples: int, seed: int) -> int | None:
+        """Position of the first parameter of whose entries one differs from its copy."""
+        if list(map(Tensor.data_ptr, self._params)) != self._addresses[: len(self._params)]:
+            self._build()
+        found: int = native.library().ap_stale(len(self._params), self._rows, samples, seed & native.MASK64)
+        return None if found < 0 else found
+
     def refresh(self) -> None:
         """Writes the copies of weights as they are."""
         native.library().ap_refresh(len(self._params), self.rows(), torch.get_num_threads())
@@ -154,5 +161,4 @@ def _copy(param: Tensor, copy: WeightCopy | None) -> native.Copy:
             f"Passed a {copy.format} copy with strides {copy.values.stride()} for a parameter with strides"
             f" {param.stride()}. Both must be laid out alike, and contiguous for int8."
         )
-    tensors = (copy.values, copy.scale, copy.transposed_values, copy.transposed_scale)
-    return native.Copy(_FORMATS[copy.format], *(None if t is None else t.data_ptr() for t in tensors))
+    return native.Copy(_FORMATS[copy.format], *(None if t is None else t.data_ptr() for t in copy.tensors))

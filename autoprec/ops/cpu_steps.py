@@ -13,8 +13,6 @@ from autoprec.ops.cpu_prepared import Prepared
 from autoprec.ops.prepared import AdamOptions, AdamStep, PreparedStep, SgdOptions, SgdStep
 from autoprec.ops.reference_steps import WeightCopy
 
-_MASK64 = 2**64 - 1
-
 
 def refresh_copies_(params: Sequence[Tensor], copies: Sequence[WeightCopy | None]) -> None:
     """Writes the copies of weights as they are; :func:`autoprec.ops.refresh_copies_` in C."""
@@ -30,6 +28,9 @@ class _Copies(PreparedStep):
     def refresh(self) -> None:
         """Writes the copies of weights as they are."""
         self._prepared.refresh()
+
+    def _first_stale(self, samples: int, seed: int) -> int | None:
+        return self._prepared.stale(samples, seed)
 
 
 class PreparedAdam(_Copies, AdamStep):
@@ -67,8 +68,8 @@ class PreparedAdam(_Copies, AdamStep):
             options.weight_decay,
             _factor(options),
             options.decoupled,
-            options.seed & _MASK64,
-            options.offset & _MASK64,
+            options.seed & native.MASK64,
+            options.offset & native.MASK64,
         )
         native.library().ap_adam(
             len(pointers), rows, pointers.buffer_info()[0], codes, ctypes.byref(numbers), torch.get_num_threads()
@@ -115,6 +116,9 @@ class PreparedSgd(_Copies, SgdStep):
     def refresh(self) -> None:
         """Writes the copies of weights as they are."""
         self._prepared.refresh()
+
+    def _first_stale(self, samples: int, seed: int) -> int | None:
+        return self._prepared.stale(samples, seed)
 
 
 def _factor(options: AdamOptions | SgdOptions) -> float:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from autoprec.ops.reference_steps import WeightCopy
+from autoprec.ops.staleness import first_different
 
 
 class AdamOptions(NamedTuple):
@@ -44,23 +45,69 @@ class SgdOptions(NamedTuple):
 class PreparedStep(ABC):
     """A step on lists that stay the same.
 
+    A step trusts that its copies are what the weights give. Nothing tells about a write through ``param.data``, so
+    whoever reads the copies asks :meth:`stale` now and then, and lets :meth:`refresh` write them anew.
+
     Args:
         params: Parameters.
         copies: Copies that the step writes, one entry for each parameter; ``None`` for none at all.
+
+    Example:
+        >>> import torch
+        >>> from autoprec import ops
+        >>> weight = torch.randn(16, 8)
+        >>> copy = ops.new_copy(weight, "bf16")
+        >>> step = ops.prepare_sgd([weight], copies=[copy])
+        >>> step.refresh()
+        >>> _ = weight.data.clamp_(-0.1, 0.1)
+        >>> step.stale(samples=4, seed=0)
+        0
     """
 
     def __init__(self, params: Sequence[Tensor], copies: Sequence[WeightCopy | None] | None) -> None:
         self.params = params
         self.copies: Sequence[WeightCopy | None] = [None] * len(params) if copies is None else copies
 
+    def refresh(self) -> None:
+        """Writes the copies of weights as they are, for weights that something else than this step has written."""
+        self._write(self.params, self.copies)
+
+    def stale(self, samples: int, seed: int) -> int | None:
+        """Looks for a copy that is no longer what its weight gives.
+
+        bfloat16 and float16 entries are compared bit for bit, any NaN like any other. int8 and e4m3 entries are
+        compared under the scale that the copy has, so that a change of less than a step of the grid is not seen;
+        neither is any change in an int8 row, or an e4m3 tensor, whose scale is not finite. Every implementation looks
+        at the same entries.
+
+        Args:
+            samples: Entries of each weight to compare, drawn anew for each seed from all of them. -1 makes every copy
+                again and compares all of it, scales and transposed values included, which takes memory for one more
+                copy of the largest weight and the time of a refresh.
+            seed: 64 bits, another one for every call. Torch's generators are neither read nor advanced.
+
+        Returns:
+            Position in the list of the first parameter that differs, ``None`` if all agree. A GPU is waited for.
+
+        Raises:
+            ValueError: If ``samples`` is neither positive nor -1.
+        """
+        if samples == -1:
+            return first_different(self.params, self.copies, self._write)
+        if samples < 1:
+            raise ValueError(
+                f"Passed `stale(samples={samples})`. `samples` must be positive, or -1 to compare whole copies."
+            )
+        return self._first_stale(samples, seed)
+
     @staticmethod
     @abstractmethod
     def _write(params: Sequence[Tensor], copies: Sequence[WeightCopy | None]) -> None:
         """Writes copies of weights as they are."""
 
-    def refresh(self) -> None:
-        """Writes the copies of weights as they are, for weights that something else than this step has written."""
-        self._write(self.params, self.copies)
+    @abstractmethod
+    def _first_stale(self, samples: int, seed: int) -> int | None:
+        """:meth:`stale` for a positive number of samples."""
 
 
 class AdamStep(PreparedStep):

@@ -8,14 +8,22 @@ from torch import Tensor
 
 from autoprec.ops import reference_steps
 from autoprec.ops.copies import write_copies
-from autoprec.ops.prepared import AdamOptions, AdamStep, SgdOptions, SgdStep
+from autoprec.ops.prepared import AdamOptions, AdamStep, PreparedStep, SgdOptions, SgdStep
 from autoprec.ops.reference_steps import WeightCopy
+from autoprec.ops.staleness import first_stale
 
 
-class PreparedAdam(AdamStep):
-    """:func:`autoprec.ops.prepare_adam` in eager PyTorch."""
+class _Copies(PreparedStep):
+    """What both steps do with their copies."""
 
     _write = staticmethod(write_copies)
+
+    def _first_stale(self, samples: int, seed: int) -> int | None:
+        return first_stale(self.params, self.copies, samples, seed)
+
+
+class PreparedAdam(_Copies, AdamStep):
+    """:func:`autoprec.ops.prepare_adam` in eager PyTorch."""
 
     def __init__(
         self,
@@ -32,10 +40,8 @@ class PreparedAdam(AdamStep):
         reference_steps.fused_adam_(self.params, grads, *self._state, copies=self.copies, **options._asdict())
 
 
-class PreparedSgd(SgdStep):
+class PreparedSgd(_Copies, SgdStep):
     """:func:`autoprec.ops.prepare_sgd` in eager PyTorch."""
-
-    _write = staticmethod(write_copies)
 
     def __init__(
         self,

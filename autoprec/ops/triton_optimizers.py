@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoprec.ops.prepared import AdamOptions, AdamStep, SgdOptions, SgdStep
+from autoprec.ops.prepared import AdamOptions, AdamStep, PreparedStep, SgdOptions, SgdStep
 from autoprec.ops.reference_steps import WeightCopy, stream_starts
 from autoprec.ops.triton_plans import Plan, as_int64, linear_plans, on_own_device
 from autoprec.ops.triton_prepared import (
@@ -27,6 +27,7 @@ from autoprec.ops.triton_prepared import (
     write_scaled,
 )
 from autoprec.ops.triton_rounding import FLOAT32
+from autoprec.ops.triton_staleness import first_stale
 from autoprec.ops.triton_steps import adam_kernel, sgd_kernel
 
 CHUNK = 1024
@@ -66,7 +67,16 @@ def refresh_copies_(params: Sequence[Tensor], copies: Sequence[WeightCopy | None
     write_scaled(params, copies, scaled)
 
 
-class PreparedAdam(AdamStep):
+class _Copies(PreparedStep):
+    """What both steps do with their copies."""
+
+    _write = staticmethod(refresh_copies_)
+
+    def _first_stale(self, samples: int, seed: int) -> int | None:
+        return first_stale(self.params, self.copies, samples, seed)
+
+
+class PreparedAdam(_Copies, AdamStep):
     """:func:`autoprec.ops.prepare_adam` on a GPU: called with gradients and the options of a step.
 
     One launch moves all parameters, one more for each further dtype of second moments, for tensors that are not aligned
@@ -84,8 +94,6 @@ class PreparedAdam(AdamStep):
     A call raises ``TypeError`` if a gradient has another dtype than float32, bfloat16 and float16, and ``ValueError``
     if ``found_inf`` is on another device, or is passed while step counters are on the host.
     """
-
-    _write = staticmethod(refresh_copies_)
 
     def __init__(
         self,
@@ -166,7 +174,7 @@ class PreparedAdam(AdamStep):
         return groups
 
 
-class PreparedSgd(SgdStep):
+class PreparedSgd(_Copies, SgdStep):
     """:func:`autoprec.ops.prepare_sgd` on a GPU. Launches, accuracy and errors are those of :class:`PreparedAdam`.
 
     Args:
@@ -175,8 +183,6 @@ class PreparedSgd(SgdStep):
             let them be zero: ``is_first`` says what the host knows.
         copies: Copies to write, one entry for each parameter.
     """
-
-    _write = staticmethod(refresh_copies_)
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ def _in_one_order(columns: Sequence[Column], grads: Sequence[Tensor]) -> tuple[l
     """
     ordered, clones = [list(column) for column in columns], []
     for position, tensors in enumerate(zip(*columns, strict=True)):
-        if not _is_one_order([t for t in tensors if t is not None]):
+        if not is_one_order([t for t in tensors if t is not None]):
             for column in ordered:
                 original = column[position]
                 if original is not None:
@@ -57,7 +57,8 @@ def write_back(clones: Clones) -> None:
             original.detach().copy_(clone)
 
 
-def _is_one_order(tensors: Sequence[Tensor]) -> bool:
+def is_one_order(tensors: Sequence[Tensor]) -> bool:
+    """Whether the elements of all tensors lie in memory in the same order."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
     stride = tensors[0].stride()
