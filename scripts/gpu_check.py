@@ -84,8 +84,9 @@ class Model:
 
     def adam(self, module: Any, **options: Any) -> None:
         """One step with the module's implementation."""
-        state = (self.exp_avgs, self.exp_avg_sqs, self.steps)
-        module.fused_adam_(self.params, self.grads, *state, **{**ADAM, **options})
+        copies = options.pop("copies", None)
+        step = module.PreparedAdam(self.params, self.exp_avgs, self.exp_avg_sqs, self.steps, copies)
+        step(self.grads, **{**ADAM, **options})
 
     def written(self) -> list[Tensor]:
         """Everything that a step writes."""
@@ -102,7 +103,7 @@ def on_cpu(model: Model) -> Model:
 
 
 def check_steps(device: str) -> Iterator[Row]:
-    from autoprec.ops import copies, cpu_steps, native, reference_steps, triton_optimizers
+    from autoprec.ops import copies, cpu_steps, native, reference_prepared, triton_optimizers
 
     for moment in (torch.float32, torch.bfloat16, torch.float16):
         model = Model(SMALL, device, moment)
@@ -110,7 +111,7 @@ def check_steps(device: str) -> Iterator[Row]:
         for step in range(2):
             options = {"offset": step, "found_inf": torch.zeros((), device=device)}
             model.adam(triton_optimizers, copies=model.copies, **options)
-            other.adam(reference_steps, **options)
+            other.adam(reference_prepared, **options)
         bound = 5e-7 if moment is torch.float32 else 0.02
         error = worst_relative(model.params, other.params)
         yield Row(f"AdamW, {str(moment)[6:]} second moment", error < bound, f"{error:.1e}")
@@ -136,11 +137,28 @@ def check_steps(device: str) -> Iterator[Row]:
     model = Model(SMALL, device)
     other = copy.deepcopy(model)
     for step in range(2):
-        for module, one in ((triton_optimizers, model), (reference_steps, other)):
+        for module, one in ((triton_optimizers, model), (reference_prepared, other)):
             options = {"momentum": 0.9, "nesterov": True, "is_first": step == 0, "weight_decay": 0.1}
-            module.fused_sgd_(one.params, one.grads, one.exp_avgs, lr=0.1, **options)
+            module.PreparedSgd(one.params, one.exp_avgs)(one.grads, lr=0.1, **options)
     error = worst_relative(model.params, other.params)
     yield Row("SGD, nesterov", error < 5e-7, f"{error:.1e}")
+
+
+def check_staleness(device: str) -> Iterator[Row]:
+    from autoprec.ops import reference_prepared, triton_optimizers
+
+    model = Model(SMALL, device)
+    modules = (triton_optimizers, reference_prepared)
+    ours, theirs = (module.PreparedSgd(model.params, copies=model.copies) for module in modules)
+    ours.refresh()
+    found = [ours.stale(samples, 0) for samples in (4, 100, -1)]
+    yield Row("copies as they were written are current", found == [None] * 3, str(found))
+    wrong = 0
+    for param in model.params:
+        param.view(-1)[::2] *= 1.5
+        wrong += sum(ours.stale(2, seed) != theirs.stale(2, seed) for seed in range(3))
+        ours.refresh()
+    yield Row("stale copies are those of the reference", wrong == 0, f"{wrong} differ")
 
 
 def check_casts(device: str) -> Iterator[Row]:
@@ -271,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = "the interpreter" if options.interpret else torch.cuda.get_device_name()
     start = time.perf_counter()
     rows: list[Row] = []
-    for check in (check_statistics, check_steps, check_casts, check_matmuls):
+    for check in (check_statistics, check_steps, check_staleness, check_casts, check_matmuls):
         rows += rows_of(check, device)
     if device == "cuda":
         parts = [check_no_wait, check_large]

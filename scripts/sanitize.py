@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COPY = ROOT / "build" / "sanitize"
 PARTS = ("autoprec", "envs", "policies", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE")
-TESTS = ("grad_stats", "casts", "steps", "copies", "int8")
+TESTS = ("grad_stats", "casts", "steps", "copies", "staleness", "int8")
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
 
 

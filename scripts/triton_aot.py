@@ -21,7 +21,15 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from autoprec.ops import triton_casts, triton_copies, triton_matmul, triton_optimizers, triton_statistics, triton_steps
+from autoprec.ops import (
+    triton_casts,
+    triton_copies,
+    triton_matmul,
+    triton_optimizers,
+    triton_staleness,
+    triton_statistics,
+    triton_steps,
+)
 from autoprec.ops.triton_rounding import BFLOAT16, E4M3, E5M2, FLOAT16, FLOAT32, INT8
 
 TARGETS = {
@@ -117,6 +125,8 @@ def step_cases() -> Iterator[Case]:
     tile = {"TILE": copies.pop("TILE"), "HAS_FOUND_INF": True, "ALIGNED": True}
     yield Case("weight copies amax", triton_copies.copy_amax_kernel, PLAN, tile, copies)
     yield Case("weight copies write", triton_copies.copy_write_kernel, PLAN, tile, copies)
+    types = {"table": "*i64", "first": "*i32", "samples": "i32", "seed": "i64", "offset": "i64"}
+    yield Case("stale copies", triton_staleness.stale_kernel, types, {"SIZE": 4}, triton_staleness.LAUNCH)
 
 
 def cast_cases(is_native: bool) -> Iterator[Case]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoprec import ops
 from autoprec.ops.reference_steps import write_copy
@@ -71,10 +71,12 @@ def test_special_and_non_finite_weights(isa: str, format_name: str) -> None:
 
 
 def test_empty_weights_and_copies_without_transposition() -> None:
-    for shape in ((0, 4), (0,)):
+    for shape in ((0, 4), (0,), (3, 0)):
         weight = torch.zeros(shape)
-        for format_name in ("bf16", "fp16", "int8"):
-            ops.refresh_copies_([weight], [ops.new_copy(weight, format_name)], implementation="cpu")
+        for format_name in FORMATS:
+            copy = poisoned(weight, format_name)
+            ops.refresh_copies_([weight], [copy], implementation="cpu")
+            assert_is_copy_of(copy, weight)
     weight = torch.randn(20, 30)
     copy = ops.new_copy(weight, "int8", transposed=False)
     assert copy.transposed_values is None
@@ -87,6 +89,17 @@ def test_the_reference_writes_the_same_through_the_same_call() -> None:
     copy = poisoned(weight, "int8")
     ops.refresh_copies_([weight, weight], [copy, None], implementation="reference")
     assert_is_copy_of(copy, weight)
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_a_prepared_step_refreshes_copies_of_weights_whose_storage_was_replaced(implementation: str) -> None:
+    weight = nn.Parameter(torch.randn(5, 6))
+    copy = poisoned(weight, "bf16")
+    step = ops.prepare_sgd([weight], copies=[copy], implementation=implementation)
+    for _ in range(2):
+        weight.data = torch.randn(5, 6)
+        step.refresh()
+        assert_is_copy_of(copy, weight)
 
 
 def test_unknown_format() -> None:

@@ -18,9 +18,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from autoprec.ops import (
     copies,
-    optimizers,
     reference,
     reference_casts,
+    reference_prepared,
     reference_steps,
     statistics,
     triton_casts,
@@ -121,8 +121,8 @@ def test_empty_and_unequal_matrices() -> None:
         (triton_casts.fake_cast, reference_casts.fake_cast),
         (triton_matmul.int8_matmul, reference_int8_matmul),
         (triton_optimizers.refresh_copies_, copies.write_copies),
-        (triton_optimizers.PreparedAdam, optimizers.prepare_reference_adam),
-        (triton_optimizers.PreparedSgd, optimizers.prepare_reference_sgd),
+        (triton_optimizers.PreparedAdam, reference_prepared.PreparedAdam),
+        (triton_optimizers.PreparedSgd, reference_prepared.PreparedSgd),
     ],
     ids=lambda function: function.__name__,
 )

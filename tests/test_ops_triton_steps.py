@@ -21,7 +21,7 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("test_ops_triton.py starts it under Triton's interpreter", allow_module_level=True)
 
-from autoprec.ops import native, reference_steps, triton_copies, triton_optimizers
+from autoprec.ops import native, reference_prepared, reference_steps, triton_copies, triton_optimizers
 from autoprec.ops.copies import new_copy
 from autoprec.ops.reference_steps import WeightCopy
 
@@ -60,6 +60,19 @@ def weight_copy(param: Tensor, format_name: str | None) -> WeightCopy | None:
     )
 
 
+def step_of_adam(
+    module: Any,
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    copies: list[WeightCopy | None] | None = None,
+    **options: Any,
+) -> None:
+    module.PreparedAdam(params, exp_avgs, exp_avg_sqs, steps, copies)(grads, **options)
+
+
 @dataclass
 class Model:
     """Parameters of many shapes with everything that a step reads and writes."""
@@ -81,9 +94,12 @@ class Model:
 
     def adam(self, module: Any, **options: Any) -> None:
         settings = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
-        module.fused_adam_(
-            self.params, self.grads, self.exp_avgs, self.exp_avg_sqs, self.steps, **{**settings, **options}
-        )
+        state = (self.exp_avgs, self.exp_avg_sqs, self.steps)
+        step_of_adam(module, self.params, self.grads, *state, **{**settings, **options})
+
+    def sgd(self, module: Any, momentum_buffers: list[Tensor] | None, **options: Any) -> None:
+        copies = options.pop("copies", None)
+        module.PreparedSgd(self.params, momentum_buffers, copies)(self.grads, **options)
 
     def written(self) -> list[Tensor]:
         fields = ("values", "scale", "transposed_values", "transposed_scale")
@@ -129,7 +145,7 @@ def test_adam_is_the_reference(decoupled: bool, on_device: bool) -> None:
     for _ in range(3):
         more = {"found_inf": torch.zeros(()), "grad_factor": torch.tensor(0.5)} if on_device else {}
         model.adam(triton_optimizers, **{**options, **more}, copies=model.copies)
-        other.adam(reference_steps, **options)
+        other.adam(reference_prepared, **options)
     assert_near(model.params, other.params, 4)
     assert_near(model.exp_avgs, other.exp_avgs, 4)
     assert_near(model.exp_avg_sqs, other.exp_avg_sqs, 4)
@@ -162,7 +178,7 @@ def test_sgd_gives_the_bits_of_the_cpu_kernels() -> None:
     for step in range(3):
         for module, one in ((triton_optimizers, model), (cpu_steps, other)):
             options: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": True, "is_first": step == 0}
-            module.fused_sgd_(one.params, one.grads, one.exp_avgs, lr=0.1, copies=one.copies, **options)
+            one.sgd(module, one.exp_avgs, lr=0.1, copies=one.copies, **options)
     assert_same_bits(model.written(), other.written())
 
 
@@ -173,7 +189,7 @@ def test_adam_with_counters_that_differ() -> None:
     other, device = copy.deepcopy(model), copy.deepcopy(model)
     model.adam(triton_optimizers)
     device.adam(triton_optimizers, found_inf=torch.zeros(()))
-    other.adam(reference_steps)
+    other.adam(reference_prepared)
     assert_near(model.params, other.params, 4)
     assert all(torch.equal(a, b) for a, b in zip(model.written(), device.written(), strict=True) if not a.isnan().any())
 
@@ -185,7 +201,7 @@ def test_adam_rounds_a_16_bit_moment_with_the_bits_of_the_reference(dtype: torch
     seed, offset = 2**63 + 12345, 2**40
     for step in range(2):
         model.adam(triton_optimizers, seed=seed, offset=offset + step)
-        other.adam(reference_steps, seed=seed, offset=offset + step)
+        other.adam(reference_prepared, seed=seed, offset=offset + step)
     for one, two in zip(model.exp_avg_sqs, other.exp_avg_sqs, strict=True):
         # a last place of difference before the rounding moves a value across the random threshold now and then
         assert float((one != two).float().mean() if one.numel() else 0.0) <= 0.02
@@ -196,9 +212,16 @@ def test_a_16_bit_moment_does_not_stall() -> None:
     """Plain rounding to bfloat16 stays at 32 here; the running average of 100 ends at 86.5."""
     param, moment = torch.zeros(256), torch.zeros(256, dtype=BF16)
     state = ([param], [torch.full((256,), 10.0)], [torch.zeros(256)], [moment], [torch.zeros(())])
-    options = {"lr": 0.0, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "decoupled": False}
+    options: dict[str, Any] = {
+        "lr": 0.0,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "decoupled": False,
+    }
     for step in range(100):
-        triton_optimizers.fused_adam_(*state, **options, offset=step)  # type: ignore[arg-type]
+        step_of_adam(triton_optimizers, *state, **options, offset=step)
     assert float(moment.float().mean()) == pytest.approx(100 * (1 - 0.99**100), rel=0.01)
 
 
@@ -210,9 +233,7 @@ def test_found_inf_leaves_everything_as_it_was(kind: str) -> None:
     if kind == "adam":
         model.adam(triton_optimizers, found_inf=found_inf, copies=model.copies)
     else:
-        triton_optimizers.fused_sgd_(
-            model.params, model.grads, model.exp_avgs, lr=0.1, momentum=0.9, found_inf=found_inf, copies=model.copies
-        )
+        model.sgd(triton_optimizers, model.exp_avgs, lr=0.1, momentum=0.9, found_inf=found_inf, copies=model.copies)
     assert_same_bits(model.written(), before)
 
 
@@ -229,10 +250,10 @@ def test_sgd_is_the_reference(options: dict[str, Any]) -> None:
     model = Model()
     other = copy.deepcopy(model)
     for step in range(3):
-        for module, one in ((triton_optimizers, model), (reference_steps, other)):
+        for module, one in ((triton_optimizers, model), (reference_prepared, other)):
             buffers = one.exp_avgs if "momentum" in options else None
             copies = model.copies if one is model else None
-            module.fused_sgd_(one.params, one.grads, buffers, is_first=step == 0, copies=copies, **options)
+            one.sgd(module, buffers, is_first=step == 0, copies=copies, **options)
     assert_near(model.params, other.params, 4)
     assert_near(model.exp_avgs, other.exp_avgs, 4)
     assert_copies(model)
@@ -243,10 +264,11 @@ def test_steps_work_on_expanded_and_strided_tensors() -> None:
     param, grad, moments = wide[:, ::2], torch.randn(6, 1).expand(6, 5), torch.zeros(2, 5, 6).transpose(1, 2)
     other = param.clone()
     untouched = wide[:, 1::2].clone()
-    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "decoupled": False}
-    triton_optimizers.fused_adam_([param], [grad], [moments[0]], [moments[1]], [torch.zeros(())], **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+    options["decoupled"] = False
+    step_of_adam(triton_optimizers, [param], [grad], [moments[0]], [moments[1]], [torch.zeros(())], **options)
     state = ([torch.zeros(6, 5)], [torch.zeros(6, 5)], [torch.zeros(())])
-    reference_steps.fused_adam_([other], [grad], *state, **options)  # type: ignore[arg-type]
+    step_of_adam(reference_prepared, [other], [grad], *state, **options)
     assert_near([param, moments[0], moments[1]], [other, state[0][0], state[1][0]], 4)
     assert torch.equal(wide[:, 1::2], untouched)
 
@@ -264,7 +286,7 @@ def test_a_prepared_step_finds_new_gradients_and_replaced_storage() -> None:
         if turn == 3:
             grads = [grad.float() for grad in grads]
         step(grads, **settings)  # type: ignore[arg-type]
-        other.adam(reference_steps, **settings)
+        other.adam(reference_prepared, **settings)
     assert_near(model.params, other.params, 8)
     assert_copies(model)
 
@@ -278,15 +300,13 @@ def test_a_prepared_step_keeps_no_gradient_alive() -> None:
     assert gone() is None
 
 
-def test_prepared_sgd_is_the_plain_call() -> None:
+def test_a_step_that_is_prepared_once_is_one_prepared_for_each_call() -> None:
     model = Model()
     other = copy.deepcopy(model)
     step = triton_optimizers.PreparedSgd(model.params, model.exp_avgs, model.copies)
     for turn in range(2):
         step(model.grads, lr=0.1, momentum=0.9, is_first=turn == 0)
-        triton_optimizers.fused_sgd_(
-            other.params, other.grads, other.exp_avgs, lr=0.1, momentum=0.9, is_first=turn == 0, copies=other.copies
-        )
+        other.sgd(triton_optimizers, other.exp_avgs, lr=0.1, momentum=0.9, is_first=turn == 0, copies=other.copies)
     assert_same_bits(model.written(), other.written())
 
 
@@ -294,6 +314,25 @@ def test_refreshed_copies_are_the_reference() -> None:
     model = Model()
     triton_optimizers.refresh_copies_(model.params, model.copies)
     assert_copies(model)
+
+
+@pytest.mark.parametrize("change", [0, 1, 2, 3, 4, 6, 7])
+def test_stale_copies_are_those_of_the_reference(change: int) -> None:
+    model = Model()
+    for param in model.params[:3]:
+        param.flatten()[7] = math.nan
+    step = triton_optimizers.PreparedSgd(model.params, copies=model.copies)
+    reference = reference_prepared.PreparedSgd(model.params, copies=model.copies)
+    step.refresh()
+    assert step.stale(20, 0) is step.stale(-1, 0) is None
+    # every other entry, so that some draws miss
+    param = model.params[change]
+    param.mul_(torch.tensor([3.0, 1.0]).repeat(param.numel())[: param.numel()].view(param.shape))
+    found = [step.stale(2, seed) for seed in range(4)]
+    assert found == [reference.stale(2, seed) for seed in range(4)]
+    expected = None if FORMATS[change] is None else change
+    assert expected in found
+    assert step.stale(-1, 0) == reference.stale(-1, 0) == expected
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -344,15 +383,15 @@ def test_steps_refuse_what_they_cannot_do() -> None:
     with pytest.raises(TypeError, match="Passed a gradient of torch.float64"):
         model.adam(triton_optimizers)
     with pytest.raises(ValueError, match="Passed 1 gradients for 8 parameters"):
-        triton_optimizers.fused_sgd_(model.params, model.grads[:1], lr=0.1)
+        triton_optimizers.PreparedSgd(model.params)(model.grads[:1], lr=0.1)
     with pytest.raises(ValueError, match=r"Passed a gradient \[3\] on cpu for a parameter \[4\]"):
-        triton_optimizers.fused_sgd_([torch.zeros(4)], [torch.zeros(3)], lr=0.1)
+        triton_optimizers.PreparedSgd([torch.zeros(4)])([torch.zeros(3)], lr=0.1)
     with pytest.raises(ValueError, match=r"Passed a tensor \[4\] of torch.float16 on cpu"):
-        triton_optimizers.fused_sgd_([torch.zeros(4).half()], [torch.zeros(4)], lr=0.1)
+        triton_optimizers.PreparedSgd([torch.zeros(4).half()])
     meta = torch.zeros((), device="meta")
     with pytest.raises(ValueError, match="Passed `found_inf` on meta"):
-        triton_optimizers.fused_sgd_(model.params, model.grads, lr=0.1, found_inf=meta)
-    triton_optimizers.fused_sgd_([], [], None, lr=0.1)
+        triton_optimizers.PreparedSgd(model.params)(model.grads, lr=0.1, found_inf=meta)
+    triton_optimizers.PreparedSgd([])([], lr=0.1)
 
 
 def test_calls_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

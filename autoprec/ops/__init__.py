@@ -6,6 +6,7 @@ from autoprec.ops.copies import new_copy
 from autoprec.ops.int8 import int8_linear, int8_matmul
 from autoprec.ops.interface import cast, fake_cast, grad_stats, restore
 from autoprec.ops.optimizers import fused_adam_, fused_sgd_, prepare_adam, prepare_sgd, refresh_copies_
+from autoprec.ops.prepared import AdamStep, PreparedStep, SgdStep
 from autoprec.ops.reference import (
     dequantize_rows,
     embedding,
@@ -20,9 +21,12 @@ from autoprec.ops.registry import Implementation, describe, has_kernel, implemen
 from autoprec.ops.statistics import GradStats, global_norm, grad_norms, scale_
 
 __all__ = [
+    "AdamStep",
     "Cast",
     "GradStats",
     "Implementation",
+    "PreparedStep",
+    "SgdStep",
     "WeightCopy",
     "cast",
     "dequantize_rows",

@@ -1,101 +1,48 @@
-"""The ``cpu`` implementation of optimizer steps: one call into the C library for a whole list of parameters.
-
-Lists that stay the same from step to step are checked once, when a step is prepared. Later calls only make sure that
-every tensor is where it was.
-"""
+"""The ``cpu`` implementation of optimizer steps: one call into the C library for a whole list of parameters."""
 
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoprec.ops import native
-from autoprec.ops.cpu import MEASURED, codes_of
-from autoprec.ops.reference_steps import WeightCopy, stream_starts
-
-_SHAPE = attrgetter("shape")
-_FORMATS = {"bf16": native.BF16, "fp16": native.FP16, "e4m3": native.E4M3, "int8": native.INT8}
-_MASK64 = 2**64 - 1
+from autoprec.ops.cpu_prepared import Prepared
+from autoprec.ops.prepared import AdamOptions, AdamStep, PreparedStep, SgdOptions, SgdStep
+from autoprec.ops.reference_steps import WeightCopy
 
 
-class _Prepared:
-    """The part of a step that does not change.
+def refresh_copies_(params: Sequence[Tensor], copies: Sequence[WeightCopy | None]) -> None:
+    """Writes the copies of weights as they are; :func:`autoprec.ops.refresh_copies_` in C."""
+    Prepared(params, {}, (), copies).refresh()
 
-    Args:
-        params: float32 on a CPU, each filling one block of memory in any order of its dimensions.
-        states: Lists of tensors that are laid out like the parameters, under the names of ``ap_parameter``.
-        steps: Counters, float32 with one entry each, or empty.
-        copies: Copies to write, one entry for each parameter.
-    """
 
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        states: dict[str, Sequence[Tensor]],
-        steps: Sequence[Tensor],
-        copies: Sequence[WeightCopy | None],
-    ) -> None:
-        self._params, self._states, self._steps, self._copies = params, states, steps, copies
-        self._written = [*params, *(tensor for tensors in states.values() for tensor in tensors), *steps]
-        self._build()
+class _Copies(PreparedStep):
+    """What both steps do with their copies."""
 
-    def _build(self) -> None:
-        """Checks everything and notes where it is."""
-        self._addresses = list(map(Tensor.data_ptr, self._written))
-        for param in self._params:
-            _check(param, "params", param, (torch.float32,))
-        for name, tensors in self._states.items():
-            allowed = tuple(MEASURED) if name == "exp_avg_sq" else (torch.float32,)
-            for param, tensor in zip(self._params, tensors, strict=True):
-                _check(tensor, name, param, allowed)
-        for step in self._steps:
-            if step.dtype is not torch.float32 or step.numel() != 1 or not step.is_cpu:
-                raise ValueError(f"Passed a step counter of {step.dtype} {tuple(step.shape)}. It must be float32 `[]`.")
-        self._shapes = list(map(_SHAPE, self._params))
-        self._are_contiguous = all(map(Tensor.is_contiguous, self._params))
-        elements = stream_starts([param.numel() for param in self._params])
-        self._rows = (native.Parameter * len(self._params))(*map(self._row, range(len(self._params)), elements))
-
-    def _row(self, index: int, element: int) -> native.Parameter:
-        param = self._params[index]
-        states = {name: tensors[index] for name, tensors in self._states.items()}
-        moment = states.get("exp_avg_sq")
-        rows = param.shape[0] if param.ndim else 1
-        return native.Parameter(
-            param=param.data_ptr(),
-            **{name: tensor.data_ptr() for name, tensor in states.items()},
-            step=self._steps[index].data_ptr() if self._steps else None,
-            size=param.numel(),
-            rows=rows,
-            cols=param.numel() // rows if rows else 0,
-            moment_format=native.FP32 if moment is None else MEASURED[moment.dtype],
-            element=element,
-            copy=_copy(param, self._copies[index]),
-        )
-
-    def _pointers(self, grads: Sequence[Tensor]) -> tuple[array[int], bytes, Sequence[Tensor]]:
-        """Addresses and dtypes of gradients, laid out like their parameters; the last item keeps them alive."""
-        if list(map(Tensor.data_ptr, self._written)) != self._addresses:
-            self._build()
-        codes = codes_of(grads) if self._are_contiguous else None
-        if codes is None or list(map(_SHAPE, grads)) != self._shapes:
-            grads = [_like(grad, param) for grad, param in zip(grads, self._params, strict=True)]
-            codes = bytes(MEASURED[grad.dtype] for grad in grads)
-        return array("Q", map(Tensor.data_ptr, grads)), codes, grads
+    _prepared: Prepared
+    _write = staticmethod(refresh_copies_)
 
     def refresh(self) -> None:
         """Writes the copies of weights as they are."""
-        native.library().ap_refresh(len(self._params), self._rows, torch.get_num_threads())
+        self._prepared.refresh()
+
+    def _first_stale(self, samples: int, seed: int) -> int | None:
+        return self._prepared.stale(samples, seed)
 
 
-class PreparedAdam(_Prepared):
-    """A step of Adam or AdamW on lists that stay the same; arguments as in :func:`autoprec.ops.fused_adam_`."""
+class PreparedAdam(_Copies, AdamStep):
+    """:func:`autoprec.ops.prepare_adam` in C.
+
+    Args:
+        params: float32 on a CPU, each filling one block of memory in any order of its dimensions.
+        exp_avgs: First moments, float32, laid out like ``params``.
+        exp_avg_sqs: Second moments, float32, bfloat16 or float16, laid out like ``params``.
+        steps: ``[]``, float32.
+        copies: Copies to write, one entry for each parameter.
+    """
 
     def __init__(
         self,
@@ -105,45 +52,38 @@ class PreparedAdam(_Prepared):
         steps: Sequence[Tensor],
         copies: Sequence[WeightCopy | None] | None = None,
     ) -> None:
-        states = {"exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}
-        super().__init__(params, states, steps, copies or [None] * len(params))
+        super().__init__(params, copies)
+        self._prepared = Prepared(params, {"exp_avg": exp_avgs, "exp_avg_sq": exp_avg_sqs}, steps, self.copies)
 
-    def __call__(
-        self,
-        grads: Sequence[Tensor],
-        *,
-        lr: float | Tensor,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled: bool,
-        maximize: bool = False,
-        grad_factor: float | Tensor = 1.0,
-        found_inf: Tensor | None = None,
-        seed: int = 0,
-        offset: int = 0,
-    ) -> None:
-        """Takes the step."""
-        if found_inf is not None and bool(found_inf):
+    def _take(self, grads: Sequence[Tensor], options: AdamOptions) -> None:
+        if options.found_inf is not None and bool(options.found_inf):
             return
-        pointers, codes, _alive = self._pointers(grads)
-        factor = -float(grad_factor) if maximize else float(grad_factor)
-        options = native.AdamOptions(
-            float(lr), beta1, beta2, eps, weight_decay, factor, decoupled, seed & _MASK64, offset & _MASK64
+        rows = self._prepared.rows()
+        pointers, codes, _alive = self._prepared.pointers(grads)
+        numbers = native.AdamOptions(
+            float(options.lr),
+            options.beta1,
+            options.beta2,
+            options.eps,
+            options.weight_decay,
+            _factor(options),
+            options.decoupled,
+            options.seed & native.MASK64,
+            options.offset & native.MASK64,
         )
         native.library().ap_adam(
-            len(pointers),
-            self._rows,
-            pointers.buffer_info()[0],
-            codes,
-            ctypes.byref(options),
-            torch.get_num_threads(),
+            len(pointers), rows, pointers.buffer_info()[0], codes, ctypes.byref(numbers), torch.get_num_threads()
         )
 
 
-class PreparedSgd(_Prepared):
-    """A step of SGD on lists that stay the same; arguments as in :func:`autoprec.ops.fused_sgd_`."""
+class PreparedSgd(_Copies, SgdStep):
+    """:func:`autoprec.ops.prepare_sgd` in C.
+
+    Args:
+        params: As for :class:`PreparedAdam`.
+        momentum_buffers: float32, laid out like ``params``, or ``None`` without momentum.
+        copies: Copies to write, one entry for each parameter.
+    """
 
     def __init__(
         self,
@@ -151,125 +91,36 @@ class PreparedSgd(_Prepared):
         momentum_buffers: Sequence[Tensor] | None = None,
         copies: Sequence[WeightCopy | None] | None = None,
     ) -> None:
+        super().__init__(params, copies)
         states = {} if momentum_buffers is None else {"exp_avg": momentum_buffers}
-        super().__init__(params, states, (), copies or [None] * len(params))
+        self._prepared = Prepared(params, states, (), self.copies)
 
-    def __call__(
-        self,
-        grads: Sequence[Tensor],
-        *,
-        lr: float | Tensor,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        maximize: bool = False,
-        is_first: bool = False,
-        grad_factor: float | Tensor = 1.0,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        """Takes the step."""
-        if found_inf is not None and bool(found_inf):
+    def _take(self, grads: Sequence[Tensor], options: SgdOptions) -> None:
+        if options.found_inf is not None and bool(options.found_inf):
             return
-        pointers, codes, _alive = self._pointers(grads)
-        factor = -float(grad_factor) if maximize else float(grad_factor)
-        options = native.SgdOptions(float(lr), momentum, dampening, weight_decay, factor, nesterov, is_first)
+        rows = self._prepared.rows()
+        pointers, codes, _alive = self._prepared.pointers(grads)
+        numbers = native.SgdOptions(
+            float(options.lr),
+            options.momentum,
+            options.dampening,
+            options.weight_decay,
+            _factor(options),
+            options.nesterov,
+            options.is_first,
+        )
         native.library().ap_sgd(
-            len(pointers),
-            self._rows,
-            pointers.buffer_info()[0],
-            codes,
-            ctypes.byref(options),
-            torch.get_num_threads(),
+            len(pointers), rows, pointers.buffer_info()[0], codes, ctypes.byref(numbers), torch.get_num_threads()
         )
 
+    def refresh(self) -> None:
+        """Writes the copies of weights as they are."""
+        self._prepared.refresh()
 
-def fused_adam_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    copies: Sequence[WeightCopy | None] | None = None,
-    **options: Any,
-) -> None:
-    """One step of Adam or AdamW; :func:`autoprec.ops.fused_adam_` in C."""
-    PreparedAdam(params, exp_avgs, exp_avg_sqs, steps, copies)(grads, **options)
+    def _first_stale(self, samples: int, seed: int) -> int | None:
+        return self._prepared.stale(samples, seed)
 
 
-def fused_sgd_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor] | None = None,
-    *,
-    copies: Sequence[WeightCopy | None] | None = None,
-    **options: Any,
-) -> None:
-    """One step of SGD; :func:`autoprec.ops.fused_sgd_` in C."""
-    PreparedSgd(params, momentum_buffers, copies)(grads, **options)
-
-
-def refresh_copies_(params: Sequence[Tensor], copies: Sequence[WeightCopy | None]) -> None:
-    """Writes the copies of weights as they are; :func:`autoprec.ops.refresh_copies_` in C."""
-    _Prepared(params, {}, (), copies).refresh()
-
-
-def _check(tensor: Tensor, name: str, param: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
-    if tensor.dtype not in allowed or not tensor.is_cpu or tensor.layout is not torch.strided:
-        raise ValueError(
-            f"Passed {tensor.dtype} on {tensor.device} in `{name}` of a fused step. The implementation `cpu` needs"
-            f" dense CPU tensors of {' or '.join(map(str, allowed))}."
-        )
-    if tensor.shape != param.shape or not _is_dense(tensor) or not _has_layout_of(tensor, param):
-        raise ValueError(
-            f"Passed a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} in `{name}` for a parameter"
-            f" of shape {tuple(param.shape)} and strides {param.stride()}. Both must fill one block of memory in the"
-            " same order."
-        )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the entries fill one block of memory."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and tensor.numel():
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _has_layout_of(tensor: Tensor, param: Tensor) -> bool:
-    strides = zip(tensor.stride(), param.stride(), param.shape, strict=True)
-    return tensor.shape == param.shape and all(mine == other or size == 1 for mine, other, size in strides)
-
-
-def _like(grad: Tensor, param: Tensor) -> Tensor:
-    """The gradient in the layout of its parameter."""
-    if grad.dtype not in MEASURED or grad.layout is not torch.strided or not grad.is_cpu or grad.shape != param.shape:
-        raise ValueError(
-            f"Passed a gradient of {grad.dtype} {tuple(grad.shape)} on {grad.device} ({grad.layout}) to a fused step,"
-            f" for a parameter {tuple(param.shape)}. It must be a dense CPU tensor of that shape in float32, bfloat16"
-            " or float16."
-        )
-    if _has_layout_of(grad, param):
-        return grad
-    return torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-
-
-def _copy(param: Tensor, copy: WeightCopy | None) -> native.Copy:
-    if copy is None:
-        return native.Copy(format=native.FP32)
-    for values in (copy.values, copy.transposed_values):
-        if values is not None and values.numel() != param.numel():
-            raise ValueError(f"Passed a copy of {values.numel()} values for a parameter of {param.numel()}.")
-    if not _has_layout_of(copy.values.view(param.shape), param) or (
-        copy.format == "int8" and not param.is_contiguous()
-    ):
-        raise ValueError(
-            f"Passed a {copy.format} copy with strides {copy.values.stride()} for a parameter with strides"
-            f" {param.stride()}. Both must be laid out alike, and contiguous for int8."
-        )
-    tensors = (copy.values, copy.scale, copy.transposed_values, copy.transposed_scale)
-    return native.Copy(_FORMATS[copy.format], *(None if t is None else t.data_ptr() for t in tensors))
+def _factor(options: AdamOptions | SgdOptions) -> float:
+    """What multiplies the gradients, with the sign of the direction."""
+    return -float(options.grad_factor) if options.maximize else float(options.grad_factor)

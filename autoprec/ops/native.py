@@ -15,7 +15,8 @@ import torch  # loads the OpenMP runtime that the kernels then share
 
 from autoprec.formats import nearest
 
-ABI_VERSION = 1
+ABI_VERSION = 2
+MASK64 = 2**64 - 1
 ISAS = ("avx512", "avx2", "scalar")
 
 # what ap_ops.h calls the dtypes and formats
@@ -90,6 +91,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ap_adam": (None, (c_int64, *[_POINTER] * 4, c_int)),
     "ap_sgd": (None, (c_int64, *[_POINTER] * 4, c_int)),
     "ap_refresh": (None, (c_int64, _POINTER, c_int)),
+    "ap_stale": (c_int64, (c_int64, _POINTER, c_int64, c_uint64)),
     "ap_cast": (None, (_POINTER, c_int, *[c_int64] * 4, c_int, c_int, c_float, *[_POINTER] * 4, c_int)),
     "ap_restore": (None, (_POINTER, c_int, *[c_int64] * 4, _POINTER, _POINTER, c_int)),
     "ap_fake_cast": (None, (_POINTER, c_int64, c_int64, *[_POINTER] * 4, c_int)),

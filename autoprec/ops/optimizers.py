@@ -6,17 +6,13 @@ preparation, and a call costs a few microseconds plus its work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from autoprec.ops import reference_steps
+from autoprec.ops.prepared import AdamStep, SgdStep
 from autoprec.ops.reference_steps import WeightCopy
 from autoprec.ops.registry import resolve
-
-Step = Callable[..., None]
-"""Takes gradients and the keywords of :func:`fused_adam_` or :func:`fused_sgd_`, except for ``copies``."""
 
 
 def _device_type(tensors: Sequence[Tensor]) -> str:
@@ -74,12 +70,8 @@ def fused_adam_(
     Raises:
         ValueError: If dtypes, devices or layouts do not fit.
     """
-    resolve("fused_adam_", _device_type(params), implementation)(
-        params,
+    prepare_adam(params, exp_avgs, exp_avg_sqs, steps, copies, implementation=implementation)(
         grads,
-        exp_avgs,
-        exp_avg_sqs,
-        steps,
         lr=lr,
         beta1=beta1,
         beta2=beta2,
@@ -88,7 +80,6 @@ def fused_adam_(
         decoupled=decoupled,
         maximize=maximize,
         grad_factor=grad_factor,
-        copies=copies,
         found_inf=found_inf,
         seed=seed,
         offset=offset,
@@ -135,10 +126,8 @@ def fused_sgd_(
     Raises:
         ValueError: If dtypes, devices or layouts do not fit.
     """
-    resolve("fused_sgd_", _device_type(params), implementation)(
-        params,
+    prepare_sgd(params, momentum_buffers, copies, implementation=implementation)(
         grads,
-        momentum_buffers,
         lr=lr,
         momentum=momentum,
         dampening=dampening,
@@ -147,7 +136,6 @@ def fused_sgd_(
         maximize=maximize,
         is_first=is_first,
         grad_factor=grad_factor,
-        copies=copies,
         found_inf=found_inf,
     )
 
@@ -160,7 +148,7 @@ def prepare_adam(
     copies: Sequence[WeightCopy | None] | None = None,
     *,
     implementation: str | None = None,
-) -> Step:
+) -> AdamStep:
     """Prepares :func:`fused_adam_` for lists that stay the same; holds references to them.
 
     Returns:
@@ -171,7 +159,7 @@ def prepare_adam(
         ValueError: If dtypes, devices or layouts do not fit.
     """
     prepare = resolve("prepare_adam", _device_type(params), implementation)
-    step: Step = prepare(params, exp_avgs, exp_avg_sqs, steps, copies)
+    step: AdamStep = prepare(params, exp_avgs, exp_avg_sqs, steps, copies)
     return step
 
 
@@ -181,10 +169,10 @@ def prepare_sgd(
     copies: Sequence[WeightCopy | None] | None = None,
     *,
     implementation: str | None = None,
-) -> Step:
+) -> SgdStep:
     """Prepares :func:`fused_sgd_` for lists that stay the same, as :func:`prepare_adam` does."""
     prepare = resolve("prepare_sgd", _device_type(params), implementation)
-    step: Step = prepare(params, momentum_buffers, copies)
+    step: SgdStep = prepare(params, momentum_buffers, copies)
     return step
 
 
@@ -199,31 +187,3 @@ def refresh_copies_(
         implementation: As for :func:`fused_adam_`.
     """
     resolve("refresh_copies_", _device_type(params), implementation)(params, copies)
-
-
-def prepare_reference_adam(
-    params: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    copies: Sequence[WeightCopy | None] | None = None,
-) -> Step:
-    """:func:`prepare_adam` in eager PyTorch, which gains nothing from preparation."""
-
-    def step(grads: Sequence[Tensor], **options: Any) -> None:
-        reference_steps.fused_adam_(params, grads, exp_avgs, exp_avg_sqs, steps, copies=copies, **options)
-
-    return step
-
-
-def prepare_reference_sgd(
-    params: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor] | None = None,
-    copies: Sequence[WeightCopy | None] | None = None,
-) -> Step:
-    """:func:`prepare_sgd` in eager PyTorch, which gains nothing from preparation."""
-
-    def step(grads: Sequence[Tensor], **options: Any) -> None:
-        reference_steps.fused_sgd_(params, grads, momentum_buffers, copies=copies, **options)
-
-    return step

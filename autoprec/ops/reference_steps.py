@@ -36,6 +36,11 @@ class WeightCopy:
     transposed_values: Tensor | None = None
     transposed_scale: Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Values, scale, transposed values and transposed scale."""
+        return self.values, self.scale, self.transposed_values, self.transposed_scale
+
 
 def write_copy(param: Tensor, copy: WeightCopy) -> None:
     """Writes the low-precision copy of a weight."""
@@ -48,7 +53,8 @@ def write_copy(param: Tensor, copy: WeightCopy) -> None:
         copy.values.copy_(values)
         copy.scale.copy_(scale.reshape(copy.scale.shape))
         return
-    matrix = param.detach().reshape(len(param), -1)
+    rows = len(param)
+    matrix = param.detach().reshape(rows, param.numel() // rows if rows else 0)
     values, scale = quantize_rows(matrix)
     copy.values.copy_(values.reshape(copy.values.shape))
     copy.scale.copy_(scale.reshape(copy.scale.shape))

@@ -31,23 +31,13 @@ _WHERE: dict[str, dict[str, str]] = {
         "cpu": "autoprec.ops.cpu:grad_stats",
         "triton": "autoprec.ops.triton_statistics:grad_stats",
     },
-    "fused_adam_": {
-        "reference": "autoprec.ops.reference_steps:fused_adam_",
-        "cpu": "autoprec.ops.cpu_steps:fused_adam_",
-        "triton": "autoprec.ops.triton_optimizers:fused_adam_",
-    },
-    "fused_sgd_": {
-        "reference": "autoprec.ops.reference_steps:fused_sgd_",
-        "cpu": "autoprec.ops.cpu_steps:fused_sgd_",
-        "triton": "autoprec.ops.triton_optimizers:fused_sgd_",
-    },
     "prepare_adam": {
-        "reference": "autoprec.ops.optimizers:prepare_reference_adam",
+        "reference": "autoprec.ops.reference_prepared:PreparedAdam",
         "cpu": "autoprec.ops.cpu_steps:PreparedAdam",
         "triton": "autoprec.ops.triton_optimizers:PreparedAdam",
     },
     "prepare_sgd": {
-        "reference": "autoprec.ops.optimizers:prepare_reference_sgd",
+        "reference": "autoprec.ops.reference_prepared:PreparedSgd",
         "cpu": "autoprec.ops.cpu_steps:PreparedSgd",
         "triton": "autoprec.ops.triton_optimizers:PreparedSgd",
     },

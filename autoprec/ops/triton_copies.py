@@ -128,7 +128,7 @@ def write_scaled_copies(params: Sequence[Tensor], copies: Sequence[WeightCopy], 
     key = (
         "copies",
         identity(params),
-        tuple((c.format, *identity((c.values, c.scale, c.transposed_values, c.transposed_scale))) for c in copies),
+        tuple((c.format, *identity(c.tensors)) for c in copies),
         tuple(param.shape[:1] for param in params),
     )
     plans = cached_plans(key, lambda: _plans(params, copies))
@@ -155,8 +155,7 @@ def _plans(params: Sequence[Tensor], copies: Sequence[WeightCopy]) -> tuple[Plan
     amaxes = torch.zeros(sum(rows + cols for rows, cols in shapes), device=device)
     table, tiles, aligned, place = [], [], [], amaxes.data_ptr()
     for param, copy, (rows, cols) in zip(params, copies, shapes, strict=True):
-        written = (copy.values, copy.scale, copy.transposed_values, copy.transposed_scale)
-        values, scale, transposed_values, transposed_scale = (0 if t is None else t.data_ptr() for t in written)
+        values, scale, transposed_values, transposed_scale = (0 if t is None else t.data_ptr() for t in copy.tensors)
         col_amaxes = place + amaxes.element_size() * rows if transposed_values else 0
         addresses = (values, scale, transposed_values, transposed_scale)
         table.append((param.data_ptr(), rows, cols, int(copy.format == "int8"), place, col_amaxes, *addresses))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoprec.ops.prepared import AdamOptions, AdamStep, PreparedStep, SgdOptions, SgdStep
 from autoprec.ops.reference_steps import WeightCopy, stream_starts
 from autoprec.ops.triton_plans import Plan, as_int64, linear_plans, on_own_device
 from autoprec.ops.triton_prepared import (
@@ -26,6 +27,7 @@ from autoprec.ops.triton_prepared import (
     write_scaled,
 )
 from autoprec.ops.triton_rounding import FLOAT32
+from autoprec.ops.triton_staleness import first_stale
 from autoprec.ops.triton_steps import adam_kernel, sgd_kernel
 
 CHUNK = 1024
@@ -54,7 +56,27 @@ def _launch(
         )
 
 
-class PreparedAdam:
+def refresh_copies_(params: Sequence[Tensor], copies: Sequence[WeightCopy | None]) -> None:
+    """:func:`autoprec.ops.refresh_copies_` on a GPU: two launches for scaled copies, torch's own for the others."""
+    scaled = []
+    for position, (param, copy) in enumerate(zip(params, copies, strict=True)):
+        if copy is not None and copy.format in PLAIN_COPIES:
+            copy.values.copy_(param.detach())
+        elif copy is not None:
+            scaled.append(position)
+    write_scaled(params, copies, scaled)
+
+
+class _Copies(PreparedStep):
+    """What both steps do with their copies."""
+
+    _write = staticmethod(refresh_copies_)
+
+    def _first_stale(self, samples: int, seed: int) -> int | None:
+        return first_stale(self.params, self.copies, samples, seed)
+
+
+class PreparedAdam(_Copies, AdamStep):
     """:func:`autoprec.ops.prepare_adam` on a GPU: called with gradients and the options of a step.
 
     One launch moves all parameters, one more for each further dtype of second moments, for tensors that are not aligned
@@ -68,6 +90,9 @@ class PreparedAdam:
         exp_avg_sqs: Second moments, float32, bfloat16 or float16.
         steps: ``[]``, float32, all on the host or all on the device.
         copies: Copies to write, one entry for each parameter.
+
+    A call raises ``TypeError`` if a gradient has another dtype than float32, bfloat16 and float16, and ``ValueError``
+    if ``found_inf`` is on another device, or is passed while step counters are on the host.
     """
 
     def __init__(
@@ -78,35 +103,16 @@ class PreparedAdam:
         steps: Sequence[Tensor],
         copies: Sequence[WeightCopy | None] | None = None,
     ) -> None:
-        self._prepared = Prepared(params, (exp_avgs, exp_avg_sqs), copies, steps)
+        super().__init__(params, copies)
+        self._prepared = Prepared(params, (exp_avgs, exp_avg_sqs), self.copies, steps)
         self._steps = list(steps)
         self._moments = [CODES[moment.dtype] for moment in exp_avg_sqs]
         self._starts = stream_starts([param.numel() for param in params])
 
     @on_own_device
-    def __call__(
-        self,
-        grads: Sequence[Tensor],
-        *,
-        lr: float | Tensor,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled: bool,
-        maximize: bool = False,
-        grad_factor: float | Tensor = 1.0,
-        found_inf: Tensor | None = None,
-        seed: int = 0,
-        offset: int = 0,
-    ) -> None:
-        """One step; options as for :func:`autoprec.ops.fused_adam_`.
-
-        Raises:
-            TypeError: If a gradient has another dtype than float32, bfloat16 and float16.
-            ValueError: If ``found_inf`` is on another device, or is passed while step counters are on the host.
-        """
-        prepared, steps, lr = self._prepared, self._steps, float(lr)
+    def _take(self, grads: Sequence[Tensor], options: AdamOptions) -> None:
+        prepared, steps, found_inf, grad_factor = self._prepared, self._steps, options.found_inf, options.grad_factor
+        lr, beta1, beta2 = float(options.lr), options.beta1, options.beta2
         if not steps:
             return
         check_found_inf(found_inf, prepared.params)
@@ -129,15 +135,15 @@ class PreparedAdam:
                 *map(_float64_bits, (lr, beta1, beta2)),
                 lr / (1 - beta1**count),
                 math.sqrt(1 - beta2**count),
-                1 - lr * weight_decay if decoupled else 1.0,
-                0.0 if decoupled else weight_decay,
+                1 - lr * options.weight_decay if options.decoupled else 1.0,
+                0.0 if options.decoupled else options.weight_decay,
                 1 - beta1,
                 beta2,
                 1 - beta2,
-                eps,
-                -1.0 if maximize else 1.0,
-                as_int64(seed),
-                as_int64(offset),
+                options.eps,
+                -1.0 if options.maximize else 1.0,
+                as_int64(options.seed),
+                as_int64(options.offset),
             )
             _launch(
                 adam_kernel,
@@ -168,8 +174,8 @@ class PreparedAdam:
         return groups
 
 
-class PreparedSgd:
-    """:func:`autoprec.ops.prepare_sgd` on a GPU. Launches and accuracy are those of :class:`PreparedAdam`.
+class PreparedSgd(_Copies, SgdStep):
+    """:func:`autoprec.ops.prepare_sgd` on a GPU. Launches, accuracy and errors are those of :class:`PreparedAdam`.
 
     Args:
         params: float32, on one device.
@@ -184,32 +190,14 @@ class PreparedSgd:
         momentum_buffers: Sequence[Tensor] | None = None,
         copies: Sequence[WeightCopy | None] | None = None,
     ) -> None:
+        super().__init__(params, copies)
         self._has_momentum = momentum_buffers is not None
         buffers: Column = [None] * len(params) if momentum_buffers is None else momentum_buffers
-        self._prepared = Prepared(params, (buffers,), copies)
+        self._prepared = Prepared(params, (buffers,), self.copies)
 
     @on_own_device
-    def __call__(
-        self,
-        grads: Sequence[Tensor],
-        *,
-        lr: float | Tensor,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        maximize: bool = False,
-        is_first: bool = False,
-        grad_factor: float | Tensor = 1.0,
-        found_inf: Tensor | None = None,
-    ) -> None:
-        """One step; options as for :func:`autoprec.ops.fused_sgd_`.
-
-        Raises:
-            TypeError: If a gradient has another dtype than float32, bfloat16 and float16.
-            ValueError: If ``found_inf`` is on another device.
-        """
-        prepared = self._prepared
+    def _take(self, grads: Sequence[Tensor], options: SgdOptions) -> None:
+        prepared, found_inf, grad_factor = self._prepared, options.found_inf, options.grad_factor
         if not prepared.params:
             return
         check_found_inf(found_inf, prepared.params)
@@ -217,11 +205,18 @@ class PreparedSgd:
         _launch(
             sgd_kernel,
             plans,
-            (grad_factor, float(lr), momentum, 1 - dampening, weight_decay, -1.0 if maximize else 1.0),
+            (
+                grad_factor,
+                float(options.lr),
+                options.momentum,
+                1 - options.dampening,
+                options.weight_decay,
+                -1.0 if options.maximize else 1.0,
+            ),
             found_inf,
             HAS_MOMENTUM=self._has_momentum,
-            IS_NESTEROV=nesterov,
-            IS_FIRST=is_first,
+            IS_NESTEROV=options.nesterov,
+            IS_FIRST=options.is_first,
             HAS_FACTOR_TENSOR=isinstance(grad_factor, Tensor),
         )
         write_back(clones)
@@ -231,40 +226,3 @@ class PreparedSgd:
         codes = [CODES[grad.dtype] for grad in grads]
         extra = list(zip(codes, self._prepared.copy_codes, strict=True))
         return [Group(FLOAT32.value, 0, linear_plans("sgd", columns, extra, CHUNK))]
-
-
-def fused_adam_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    *,
-    copies: Sequence[WeightCopy | None] | None = None,
-    **options: Any,
-) -> None:
-    """:func:`autoprec.ops.fused_adam_` on a GPU; see :class:`PreparedAdam`."""
-    PreparedAdam(params, exp_avgs, exp_avg_sqs, steps, copies)(grads, **options)
-
-
-def fused_sgd_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor] | None = None,
-    *,
-    copies: Sequence[WeightCopy | None] | None = None,
-    **options: Any,
-) -> None:
-    """:func:`autoprec.ops.fused_sgd_` on a GPU; see :class:`PreparedSgd`."""
-    PreparedSgd(params, momentum_buffers, copies)(grads, **options)
-
-
-def refresh_copies_(params: Sequence[Tensor], copies: Sequence[WeightCopy | None]) -> None:
-    """:func:`autoprec.ops.refresh_copies_` on a GPU: two launches for scaled copies, torch's own for the others."""
-    scaled = []
-    for position, (param, copy) in enumerate(zip(params, copies, strict=True)):
-        if copy is not None and copy.format in PLAIN_COPIES:
-            copy.values.copy_(param.detach())
-        elif copy is not None:
-            scaled.append(position)
-    write_scaled(params, copies, scaled)

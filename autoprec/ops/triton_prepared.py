@@ -41,7 +41,7 @@ def _in_one_order(columns: Sequence[Column], grads: Sequence[Tensor]) -> tuple[l
     """
     ordered, clones = [list(column) for column in columns], []
     for position, tensors in enumerate(zip(*columns, strict=True)):
-        if not _is_one_order([t for t in tensors if t is not None]):
+        if not is_one_order([t for t in tensors if t is not None]):
             for column in ordered:
                 original = column[position]
                 if original is not None:
@@ -57,7 +57,8 @@ def write_back(clones: Clones) -> None:
             original.detach().copy_(clone)
 
 
-def _is_one_order(tensors: Sequence[Tensor]) -> bool:
+def is_one_order(tensors: Sequence[Tensor]) -> bool:
+    """Whether the elements of all tensors lie in memory in the same order."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
     stride = tensors[0].stride()
@@ -78,12 +79,12 @@ class Prepared:
         self,
         params: Sequence[Tensor],
         columns: Sequence[Column],
-        copies: Sequence[WeightCopy | None] | None,
+        copies: Sequence[WeightCopy | None],
         others: Sequence[Tensor] = (),
     ) -> None:
         _check_lists(params, columns)
         self.params, self._columns = params, columns
-        self._copies: Sequence[WeightCopy | None] = [None] * len(params) if copies is None else copies
+        self._copies = copies
         plain = [None if c is None or c.format not in PLAIN_COPIES else c for c in self._copies]
         self._copy_values = [None if c is None else c.values for c in plain]
         self.copy_codes = [0 if c is None else PLAIN_COPIES[c.format] for c in plain]

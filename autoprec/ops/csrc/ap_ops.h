@@ -15,7 +15,7 @@
 #endif
 
 /* changes whenever a signature or a struct does */
-#define AP_ABI_VERSION 1
+#define AP_ABI_VERSION 2
 
 enum { AP_FP32 = 0, AP_BF16 = 1, AP_FP16 = 2, AP_E4M3 = 3, AP_E5M2 = 4, AP_INT8 = 5, AP_TF32 = 6 };
 
@@ -79,6 +79,9 @@ AP_EXPORT void ap_restore(const void *x, int x_format, int64_t rows, int64_t col
                           int64_t block_cols, float *scales, float *y, int threads);
 /* Writes what a step would write for a weight that it did not change. */
 AP_EXPORT void ap_refresh(int64_t n, ap_parameter *parameters, int threads);
+/* The first parameter whose copy is not what its weight gives in one of `samples` entries, -1 if there is none. Scaled
+ * copies are compared under the scale that they have. */
+AP_EXPORT int64_t ap_stale(int64_t n, const ap_parameter *parameters, int64_t samples, uint64_t seed);
 AP_EXPORT void ap_fake_cast(const float *x, int64_t rows, int64_t cols, const int64_t *exponent_bits,
                             const int64_t *mantissa_bits, const uint8_t *is_finite_only, float *y, int threads);
 /* y = bf16(sums / x_scale / w_scale + bias); sums [rows, cols], bias may be NULL. */
