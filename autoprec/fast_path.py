@@ -191,7 +191,7 @@ class _Copies:
 
     def first_stale(self, samples: int) -> Tensor | None:
         self._checks += 1
-        index = getattr(self._keeper, "stale", lambda *_: None)(samples, self._checks)  # TEMPORARY
+        index = self._keeper.stale(samples, self._checks)
         return None if index is None else self.parameters[index]
 
     def note_written(self, keys: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from autoprec.ops import WeightCopy, has_kernel, prepare_adam, prepare_sgd
-from autoprec.ops.optimizers import Step
+from autoprec.ops.prepared import AdamStep, SgdStep
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
@@ -35,7 +35,7 @@ class _Prepared(NamedTuple):
     parameters: list[Tensor]
     states: list[Tensor]
     copies: list[WeightCopy | None]
-    step: Step
+    step: AdamStep | SgdStep
 
 
 class _Part(NamedTuple):
@@ -154,7 +154,9 @@ class FusedStep:
         found = [row.get(name) for name in names for row in rows]
         return None if any(state is None for state in found) else found
 
-    def _prepare_step(self, members: list[Tensor], states: list[Tensor], copies: list[WeightCopy | None]) -> Step:
+    def _prepare_step(
+        self, members: list[Tensor], states: list[Tensor], copies: list[WeightCopy | None]
+    ) -> AdamStep | SgdStep:
         count = len(members)
         if self._is_adam:
             return prepare_adam(members, states[:count], states[count : 2 * count], states[2 * count :], copies)

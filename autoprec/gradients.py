@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autoprec.ops import global_norm, grad_norms, grad_stats, has_kernel, scale_
 
 _ONE_PASS = (torch.float32, torch.bfloat16, torch.float16)
+_MARGIN = 1e-5  # below the threshold by more than that, clipping changes nothing
 
 
 class Gradients:
@@ -109,11 +110,19 @@ class Gradients:
         if keeps_norms and self.is_finite and count == len(self.parameters):
             self.norms, self.total = norms, total
 
-    def clip_norm_(self, threshold: float) -> None:
-        """Scales all gradients so that their global norm does not exceed ``threshold`` (torch's formula)."""
-        current = float(global_norm(self.grads())) if self._current is None else self._current
-        self.is_clipped = self.is_clipped or current > threshold
-        coefficient = threshold / (current + 1e-6)
+    def clip_norm_(self, threshold: float, has_torchs_bits: bool = False) -> None:
+        """Scales all gradients so that their global norm does not exceed ``threshold``, by torch's formula.
+
+        Args:
+            threshold: Largest norm.
+            has_torchs_bits: Take the norm once more, as torch takes it: the last bits of the measurement may differ.
+        """
+        if self._current is not None and self._current * (1 + _MARGIN) + _MARGIN < threshold:
+            return
+        is_measured = self._current is not None and not has_torchs_bits
+        current = torch.tensor(self._current) if is_measured else global_norm(self.grads())
+        self.is_clipped = self.is_clipped or float(current) > threshold
+        coefficient = float(threshold / (current + 1e-6))
         if coefficient >= 1.0:
             return
         if self.is_private:
@@ -121,8 +130,7 @@ class Gradients:
             self._current = None
             return
         with torch.no_grad():
-            for device in {grad.device for grad in self.grads()}:
-                scale_([grad for grad in self.grads() if grad.device == device], coefficient)
+            scale_(self.grads(), coefficient)
         self._note_clipping()
 
     @property
@@ -153,10 +161,17 @@ class Gradients:
         self._current = None  # another clipping goes by the norm that is left, reports by the one before
         self._measured = self._marks()
 
-    def clear(self) -> None:
+    def hide(self) -> None:
         """Empties ``.grad`` after a private step: what stands there is neither unscaled nor clipped."""
+        self._held = {id(parameter): grad for parameter, grad in zip(self.parameters, self.grads(), strict=True)}
         for parameter in self.parameters:
             parameter.grad = None
+
+    def show(self) -> None:
+        """Puts into ``.grad`` what would stand there had the step not been private."""
+        for parameter, grad in zip(self.parameters, self.grads(), strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter).copy_(grad).mul_(self.factor)
 
     def first_nonfinite(self, root: nn.Module) -> str | None:
         """Name of the layer whose gradient went non-finite first in the backward (the last one in the model)."""

@@ -193,7 +193,7 @@ class AutoPrecision(WrappedPrecision):
         """Runs a validation step in the base precision, or in the units' formats if asked to."""
         steering = self._active
         if self._stepping is not None:
-            self._stepping.distrust_copies()  # weights may have been swapped for the evaluation
+            self._stepping.begin_evaluation()
         if steering is None or self.settings.eval_precision == "base":
             with self.base.val_step_context(), evaluation_region(steering):
                 yield

@@ -74,14 +74,16 @@ def formats_region(steering: Steering, is_training: bool, runs_on_copies: bool =
 
 @contextmanager
 def _plain_region(steering: Steering) -> Iterator[None]:
-    """Runs a training step in the Trainer's own precision, but on copies."""
+    """Runs a training step in the Trainer's own precision, but on copies; what is measured does not depend on them."""
     runtime = steering.runtime
+    records_all, runtime.records_all = runtime.records_all, False
     runtime.is_active = runtime.is_recording = True
     try:
         with swapped(steered_units(steering.knobs)):
             yield
     finally:
         runtime.is_active = runtime.is_recording = False
+        runtime.records_all = records_all
 
 
 def evaluation_region(steering: Steering | None) -> AbstractContextManager[Any]:

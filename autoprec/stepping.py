@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -65,6 +66,7 @@ class Stepping:
         self._overrides_clipping = is_overridden("configure_gradient_clipping", root)
         self._trainer_clip = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         self._is_in_closure = False
+        self._latest: Gradients | None = None
         knobs = steering.knobs
         self._guard = StepGuard(root, optimizers, knobs.loss_scale, functools.partial(restrict_for_bypass, knobs))
         self.onlooker = onlooker(root, callbacks, (trainer.strategy, getattr(plugin, "base", plugin)))
@@ -79,6 +81,10 @@ class Stepping:
         """Ends everything that lasts as long as a fit."""
         self._guard.remove()
         self._gradients.clear()
+        if self._latest is not None:
+            with torch.no_grad():
+                self._latest.show()
+            self._latest = None
         if self._fast_path is not None:
             self._fast_path.release()
 
@@ -95,8 +101,9 @@ class Stepping:
             return False
         return self._fast_path.hand_out()
 
-    def distrust_copies(self) -> None:
-        """Called where code of the user may have written weights without a trace."""
+    def begin_evaluation(self) -> None:
+        """Called at each validation step: Lightning has emptied ``.grad``, and weights may have been swapped."""
+        self._latest = None
         if self._fast_path is not None:
             self._fast_path.distrust()
 
@@ -107,6 +114,7 @@ class Stepping:
             yield
             return
         table = self._fast_path.table
+        self._latest = None
         with table.open(loss):
             yield
         self._fast_path.take_back()
@@ -157,10 +165,11 @@ class Stepping:
         return result
 
     def _forget(self, gradients: Gradients | None) -> None:
+        if gradients is not None and gradients.is_private:
+            gradients.hide()
+            self._latest = gradients
         if self._fast_path is not None:
             self._fast_path.table.clear()
-        if gradients is not None and gradients.is_private:
-            gradients.clear()
 
     def _checked_closure(self, optimizer: Any, model: pl.LightningModule, closure: Closure, undo: StepUndo) -> Any:
         steering = self._steering
@@ -263,7 +272,7 @@ class Stepping:
             with gradients.foreign_clipping(clip_val):  # torch's own, which works in the dtype of the gradients
                 self._plugin.clip_grad_by_norm(optimizer, clip_val)
         else:
-            gradients.clip_norm_(clip_val)
+            gradients.clip_norm_(clip_val, has_torchs_bits=not self._fused)
 
 
 def _index(trainer: Any, optimizer: object) -> int:

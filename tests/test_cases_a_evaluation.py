@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from autoprec import Action
+from autoprec import Action, AutoPrecisionConfig
 from tests.support import (
     Lin,
     Task,
@@ -280,8 +280,8 @@ def test_a19_extra_pass_of_swa_touches_neither_scaler_nor_counters() -> None:
 
 @pytest.mark.parametrize("action", [None, Action(precision={"*": "fp32"})])
 def test_a19_swa_ends_where_the_plain_run_ends(action: Action | None) -> None:
-    results = []
-    for callbacks in ([], [scripted({0: action} if action else {}, knobs=("precision",))]):
+    results, config = [], AutoPrecisionConfig(fused_step=False)
+    for callbacks in ([], [scripted({0: action} if action else {}, knobs=("precision",), config=config)]):
         torch.manual_seed(0)
         task = Normed()
         swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from autoprec import Action, AutoPrecision, AutoPrecisionCallback
+from autoprec import Action, AutoPrecision, AutoPrecisionCallback, AutoPrecisionConfig
 from tests.support import (
     Lin,
     Manual,
@@ -142,9 +142,9 @@ def test_a10_parameters_gradients_and_moments_stay_fp32(name: str, lower: str) -
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_a10_precision_changes_the_compute_only(name: str) -> None:
-    """A map of fp32 for every layer trains bit for bit as the plain Trainer does."""
-    results = []
-    for callbacks in ([], [scripted({0: all_in("fp32"), 3: all_in("fp32")}, knobs=("precision",))]):
+    """A map of fp32 for every layer trains bit for bit as the plain Trainer does, where no kernel takes the steps."""
+    results, config = [], AutoPrecisionConfig(fused_step=False)
+    for callbacks in ([], [scripted({0: all_in("fp32"), 3: all_in("fp32")}, knobs=("precision",), config=config)]):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
         task = Task(net, torch.rand(48, 4), optimizer=OPTIMIZERS[name])

@@ -55,6 +55,14 @@ def finite64(grad: Tensor) -> Tensor:
     return torch.where(wide.isfinite(), wide, torch.zeros_like(wide))
 
 
+@pytest.mark.parametrize("size", [*awkward_sizes(), 40_000, 1_000_003])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gradient_measures_the_same_in_half_precision_as_widened(isa: str, dtype: torch.dtype, size: int) -> None:
+    """Bit for bit, so that no decision depends on where a gradient is kept."""
+    grad = torch.randn(size).to(dtype)
+    assert_same_bits(ops.grad_stats([grad], [0.5], [1e-3]).table, ops.grad_stats([grad.float()], [0.5], [1e-3]).table)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_size(isa: str, dtype: torch.dtype) -> None:
     compare([torch.randn(size).to(dtype) for size in awkward_sizes()])

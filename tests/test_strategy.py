@@ -13,7 +13,14 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from autoprec import Action, AutoPrecision, AutoPrecisionCallback, AutoPrecisionStrategy, ScriptedController
+from autoprec import (
+    Action,
+    AutoPrecision,
+    AutoPrecisionCallback,
+    AutoPrecisionConfig,
+    AutoPrecisionStrategy,
+    ScriptedController,
+)
 from tests.small_fits import Full, Outcome, assert_identical, fp16_plugin, loader, outcome, quiet, seed
 
 
@@ -50,7 +57,9 @@ def test_16_mixed_on_a_cpu_is_bf16_mixed() -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_alone_with_nothing_steered_it_trains_as_the_default_strategy(precision: Any) -> None:
     plain = fit(precision=precision, gradient_clip_val=0.5)
-    ours = fit(strategy="autoprec", precision=precision, gradient_clip_val=0.5)
+    base = quiet(precision=precision).precision_plugin
+    plugin = AutoPrecision(base=base, config=AutoPrecisionConfig(fused_step=False))
+    ours = fit(strategy="autoprec", plugins=[plugin], gradient_clip_val=0.5)
     assert_identical(plain[2], ours[2])
 
 

@@ -1,7 +1,8 @@
 /* Statistics of one range. Included once per ISA.
  *
  * Squares go to AP_SUMS float sums, which are added up in double every AP_BLOCK entries. Which entry goes to which sum
- * does not depend on the width of a vector, so that all ISAs add in one order. */
+ * depends neither on the width of a vector nor on the format, so that all ISAs add in one order and a gradient has the
+ * same norm in bf16 as after a cast to fp32. */
 
 #define AP_SUMS 64
 #define AP_BLOCK 2048
@@ -50,17 +51,9 @@ AP_INLINE void add_lanes(vector_sums *v, int slot, vu pattern, const int32_t tin
     }
 }
 
-/* AP_SUMS entries, or twice as many in bf16: neighbours share a 32-bit lane and go to the same sum */
 AP_INLINE void add_row(vector_sums *v, const void *x, int format, const int32_t tiny[2], int has_counts) {
-    for (int slot = 0; slot < AP_VECTORS; slot++) {
-        if (format == AP_BF16) {
-            vu pairs = (vu)vf_load((const float *)x + slot * AP_LANES);
-            add_lanes(v, slot, pairs << 16, tiny, has_counts);
-            add_lanes(v, slot, pairs & 0xFFFF0000u, tiny, has_counts);
-        } else {
-            add_lanes(v, slot, ap_load_pattern(x, format, slot * AP_LANES), tiny, has_counts);
-        }
-    }
+    for (int slot = 0; slot < AP_VECTORS; slot++)
+        add_lanes(v, slot, ap_load_pattern(x, format, slot * AP_LANES), tiny, has_counts);
 }
 
 AP_INLINE double take_squares(vector_sums *v) {
@@ -93,19 +86,18 @@ static void add_carefully(const void *x, int format, int64_t n, ap_sums *sums) {
 }
 
 AP_INLINE void stats_as(const void *x, int format, int64_t n, const int32_t tiny[2], int has_counts, ap_sums *sums) {
-    const int64_t row = format == AP_BF16 ? 2 * AP_SUMS : AP_SUMS;
     const char *bytes = x;
     vector_sums v = {0};
     double square_sum = 0;
     int64_t i = 0, padding = 0;
-    while (i + row <= n) {
+    while (i + AP_SUMS <= n) {
         int64_t stop = ap_min(i + AP_BLOCK, n);
-        for (; i + row <= stop; i += row) add_row(&v, bytes + i * ap_bytes(format), format, tiny, has_counts);
+        for (; i + AP_SUMS <= stop; i += AP_SUMS) add_row(&v, bytes + i * ap_bytes(format), format, tiny, has_counts);
         square_sum += take_squares(&v);
     }
     if (i < n) {
         float rest[AP_SUMS] = {0};
-        padding = row - (n - i);
+        padding = AP_SUMS - (n - i);
         memcpy(rest, bytes + i * ap_bytes(format), (size_t)(n - i) * (size_t)ap_bytes(format));
         add_row(&v, rest, format, tiny, has_counts);
         square_sum += take_squares(&v);
