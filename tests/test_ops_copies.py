@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoprec import ops
 from autoprec.ops.reference_steps import write_copy
-from tests.kernels import NONFINITE, SPECIAL, assert_same_bits, isa, needs_cpu_kernels, threads
+from tests.kernels import NONFINITE, SPECIAL, assert_same_bits, isa, needs_cpu_kernels, threads, unaligned
 
 pytestmark = needs_cpu_kernels
 __all__ = ["isa", "threads"]
@@ -59,6 +59,17 @@ def test_copies_written_by_a_step(threads: int, format_name: str) -> None:
     for weight, copy in zip(weights, copies, strict=True):
         if copy is not None:
             assert_is_copy_of(copy, weight)
+
+
+def test_copies_that_go_past_the_caches(isa: str) -> None:
+    """From 2**22 elements on, copies whose chunks are aligned are not kept in the caches."""
+    weights = [torch.randn(2**22 + 5), torch.randn(70_001)]
+    copies = [poisoned(weight, "bf16") for weight in weights]
+    copies[1] = ops.WeightCopy("bf16", unaligned(copies[1].values))
+    grads = [torch.randn_like(weight).bfloat16() for weight in weights]
+    ops.fused_sgd_(weights, grads, lr=0.1, copies=copies, implementation="cpu")
+    for weight, copy in zip(weights, copies, strict=True):
+        assert_same_bits(copy.values, weight.bfloat16())
 
 
 @pytest.mark.parametrize("format_name", FORMATS)

@@ -313,6 +313,11 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], match: str) -> Non
         ops.fused_adam_(grads=grads, copies=copies, implementation="cpu", **lists, **ADAM)
 
 
+def test_amsgrad_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"Passed `prepare_adam\(amsgrad=True\)`.*call its own `step\(\)`"):
+        ops.prepare_adam(*Tensors([3]).lists(), amsgrad=True)
+
+
 def test_found_inf_leaves_everything_as_it_is() -> None:
     mine = Tensors([20])
     twin = mine.copy()

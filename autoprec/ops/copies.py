@@ -10,7 +10,7 @@ from torch import Tensor
 from autoprec.formats import nearest
 from autoprec.ops.reference_steps import WeightCopy, write_copy
 
-_DTYPES = {
+DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "e4m3": torch.float8_e4m3fn,
@@ -30,13 +30,13 @@ def new_copy(weight: Tensor, format_name: str, *, transposed: bool = True) -> We
     Raises:
         ValueError: If there is no such copy.
     """
-    if format_name not in _DTYPES:
+    if format_name not in DTYPES:
         raise ValueError(
-            f"Passed `new_copy(weight, {format_name!r})`. Known formats of copies: {sorted(_DTYPES)}."
-            f"{nearest(format_name, _DTYPES)}"
+            f"Passed `new_copy(weight, {format_name!r})`. Known formats of copies: {sorted(DTYPES)}."
+            f"{nearest(format_name, DTYPES)}"
         )
     weight = weight.detach()
-    values = torch.empty_like(weight, dtype=_DTYPES[format_name])
+    values = torch.empty_like(weight, dtype=DTYPES[format_name])
     if format_name in ("bf16", "fp16"):
         return WeightCopy(format_name, values)
     if format_name == "e4m3":

@@ -1,6 +1,7 @@
 """The operations as ``torch.library`` operators, for ``torch.compile``, ``torch.export`` and ``opcheck``.
 
-Importing this module registers them as ``torch.ops.autoprec.*``; they run whatever implementation is chosen. Eager code
+Importing this module registers them as ``torch.ops.autoprec.*``. One kernel serves every device: at each call it runs
+what :mod:`autoprec.ops.registry` has for the device of its tensors, Triton's included where that is chosen. Eager code
 calls :mod:`autoprec.ops` directly, which costs a few microseconds a call: the dispatcher costs several times that for
 lists of tensors.
 """
@@ -14,7 +15,11 @@ import torch
 from torch import Tensor
 
 from autoprec.ops import int8, interface, optimizers
-from autoprec.ops.reference_casts import FORMATS, block_shape
+from autoprec.ops.copies import DTYPES
+from autoprec.ops.reference_casts import FORMATS, as_matrix, block_shape
+from autoprec.ops.reference_steps import WeightCopy
+
+_FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @torch.library.custom_op("autoprec::grad_stats", mutates_args=())
@@ -30,39 +35,58 @@ def _(grads: Sequence[Tensor], tiny: Sequence[float], tiny_lower: Sequence[float
 
 @torch.library.custom_op("autoprec::cast", mutates_args=())
 def cast(
-    x: Tensor, format_name: str, granularity: str | None, saturate: bool, seed: int | None, offset: int
+    x: Tensor,
+    format_name: str,
+    granularity: str | None,
+    scale: Tensor | None,
+    saturate: bool,
+    seed: int | None,
+    offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`autoprec.ops.cast`; returns values, scale (ones without a granularity) and amax."""
-    values, scale, amax = interface.cast(
-        x, format_name, granularity=granularity, saturate=saturate, seed=seed, offset=offset, with_amax=True
+    """:func:`autoprec.ops.cast`; returns values, scale (one without any) and amax."""
+    values, used, amax = interface.cast(
+        x,
+        format_name,
+        granularity=granularity,
+        scale=scale,
+        saturate=saturate,
+        seed=seed,
+        offset=offset,
+        with_amax=True,
     )
     assert amax is not None, "it was asked for"
-    return values, torch.ones_like(amax) if scale is None else scale, amax
+    # an operator may not return what it was given
+    return values, torch.ones_like(amax) if used is None else used.clone() if used is scale else used, amax
 
 
 @cast.register_fake
 def _(
-    x: Tensor, format_name: str, granularity: str | None, saturate: bool, seed: int | None, offset: int
+    x: Tensor,
+    format_name: str,
+    granularity: str | None,
+    scale: Tensor | None,
+    saturate: bool,
+    seed: int | None,
+    offset: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     values = x.new_empty(x.shape, dtype=FORMATS[format_name].dtype)
     if granularity in (None, "tensor"):
         table: tuple[int, ...] = ()
     else:
-        cols = x.shape[-1]
-        rows = x.numel() // cols
+        rows, cols = as_matrix(x).shape
         down, across = block_shape(granularity, rows, cols)
         table = (-(-rows // down), -(-cols // across))
     return values, x.new_empty(table, dtype=torch.float32), x.new_empty(table, dtype=torch.float32)
 
 
 @torch.library.custom_op("autoprec::restore", mutates_args=())
-def restore(values: Tensor, scale: Tensor, granularity: str | None) -> Tensor:
+def restore(values: Tensor, scale: Tensor | None, granularity: str | None) -> Tensor:
     """:func:`autoprec.ops.restore`."""
     return interface.restore(values, scale, granularity=granularity)
 
 
 @restore.register_fake
-def _(values: Tensor, scale: Tensor, granularity: str | None) -> Tensor:
+def _(values: Tensor, scale: Tensor | None, granularity: str | None) -> Tensor:
     return values.new_empty(values.shape, dtype=torch.float32)
 
 
@@ -132,16 +156,33 @@ def _int8_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, transposed_values, transposed_scale = ctx.saved_tensors
     weight_dtype, bias_dtype = ctx.dtypes
     grad_x = grad_weight = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = int8_matmul(grad, transposed_values, transposed_scale, None).to(x.dtype)
-    if ctx.needs_input_grad[1]:
-        grad_weight = (grad.t() @ x).to(weight_dtype)
-    if ctx.needs_input_grad[2]:
-        grad_bias = grad.sum(0).to(bias_dtype)
+    # manual optimization runs the backward inside the training step, where autocast is on
+    with torch.autocast(grad.device.type, enabled=False):
+        if ctx.needs_input_grad[0]:
+            grad_x = int8_matmul(grad, transposed_values, transposed_scale, None).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad.t() @ x).to(weight_dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0).to(bias_dtype)
     return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 int8_linear.register_autograd(_int8_backward, setup_context=_save_for_int8_backward)
+
+
+@torch.library.custom_op(
+    "autoprec::refresh_copy_", mutates_args=("values", "scale", "transposed_values", "transposed_scale")
+)
+def refresh_copy_(
+    weight: Tensor,
+    values: Tensor,
+    scale: Tensor | None,
+    transposed_values: Tensor | None,
+    transposed_scale: Tensor | None,
+) -> None:
+    """:func:`autoprec.ops.refresh_copies_` for one weight; the dtype of ``values`` says the format."""
+    copy = WeightCopy(_FORMAT_NAMES[values.dtype], values, scale, transposed_values, transposed_scale)
+    optimizers.refresh_copies_([weight], [copy])
 
 
 @torch.library.custom_op("autoprec::fused_adam_", mutates_args=("params", "exp_avgs", "exp_avg_sqs", "steps"))

@@ -147,17 +147,32 @@ def prepare_adam(
     steps: Sequence[Tensor],
     copies: Sequence[WeightCopy | None] | None = None,
     *,
+    amsgrad: bool = False,
     implementation: str | None = None,
 ) -> AdamStep:
     """Prepares :func:`fused_adam_` for lists that stay the same; holds references to them.
+
+    Args:
+        params: As for :func:`fused_adam_`, as are the other lists.
+        exp_avgs: First moments.
+        exp_avg_sqs: Second moments.
+        steps: Counters of applied steps.
+        copies: Copies to write, one entry for each parameter.
+        amsgrad: What the optimizer says; there is no fused step with it.
+        implementation: As for :func:`fused_adam_`.
 
     Returns:
         ``step(grads, **options)``. A tensor whose storage was replaced (``.data = ...``) is found and checked again.
         Another list, another copy or another dtype needs a new preparation.
 
     Raises:
-        ValueError: If dtypes, devices or layouts do not fit.
+        ValueError: If dtypes, devices or layouts do not fit, or with ``amsgrad``.
     """
+    if amsgrad:
+        raise ValueError(
+            "Passed `prepare_adam(amsgrad=True)`. The fused step keeps no maximum of second moments: construct the"
+            " optimizer with `amsgrad=False`, or call its own `step()` and then `refresh_copies_`."
+        )
     prepare = resolve("prepare_adam", _device_type(params), implementation)
     step: AdamStep = prepare(params, exp_avgs, exp_avg_sqs, steps, copies)
     return step

@@ -28,7 +28,7 @@ AP_INLINE void encode_lanes(vf x, int format, int saturate, const vu *random, vo
     if (format == AP_INT8) {
         store_code(y, format, i, (vu)to_int8(x, random));
     } else if (format == AP_BF16 && !saturate && !random) {
-        vu_store16((uint16_t *)y + i, ap_nearest_bf16(pattern));
+        vu_store_upper16((uint16_t *)y + i, ap_nearest_bf16(pattern));
     } else if (format == AP_BF16 && saturate && random) {
         vu_store16((uint16_t *)y + i, ap_stochastic_bf16(pattern, *random));
 #if defined(AP_AVX512)

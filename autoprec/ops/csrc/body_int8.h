@@ -82,11 +82,11 @@ static void dequantize(const int32_t *sums, int64_t n, float inv_scale, const fl
     int64_t i = 0;
     for (; i + AP_LANES <= n; i += AP_LANES) {
         vf values = dequantized(sums + i, inv_scale, inv_scales + i, bias ? bias + i : 0);
-        vu_store16(y + i, ap_nearest_bf16((vu)values));
+        vu_store_upper16(y + i, ap_nearest_bf16((vu)values));
     }
     for (; i < n; i++) {
         float value = (float)sums[i] * inv_scale * inv_scales[i];
         vu pattern = vu_set((uint32_t)as_pattern(bias ? value + bias[i] : value));
-        y[i] = (uint16_t)ap_nearest_bf16(pattern)[0];
+        y[i] = (uint16_t)(ap_nearest_bf16(pattern)[0] >> 16);
     }
 }

@@ -44,6 +44,15 @@ typedef struct {
     int nesterov, is_first;
 } ap_sgd_scalars;
 
+/* What a step reads and writes once, in any of three dtypes; state and weights are in fp32. */
+typedef struct {
+    const void *grad;
+    int grad_format;
+    void *copy;      /* of the weights, NULL for none */
+    int copy_format; /* AP_BF16 or AP_FP16 */
+    int is_streamed; /* the copy goes past the caches where that is possible; it is aligned to 32 bytes */
+} ap_ends;
+
 typedef struct {
     const char *name;
     /* adds to sums; tiny[0] <= 0 leaves out the counts of zeros and small entries */
@@ -56,9 +65,10 @@ typedef struct {
     /* rounds to any format and stays in fp32 */
     void (*round)(const float *x, int64_t n, int exponent_bits, int mantissa_bits, int is_finite_only, float *y);
     void (*random)(ap_stream stream, int64_t n, uint32_t *words);
-    void (*adam)(float *param, const float *grad, float *exp_avg, float *exp_avg_sq, int64_t n,
-                 const ap_adam_scalars *s);
-    void (*sgd)(float *param, const float *grad, float *buffer, int64_t n, const ap_sgd_scalars *s);
+    void (*adam)(float *param, float *exp_avg, float *exp_avg_sq, int64_t n, const ap_ends *ends,
+                 const ap_adam_scalars *scalars);
+    /* buffer may be NULL */
+    void (*sgd)(float *param, float *buffer, int64_t n, const ap_ends *ends, const ap_sgd_scalars *scalars);
     /* largest magnitude of each of up to AP_STRIP columns */
     void (*column_amax)(const float *x, int64_t rows, int64_t stride, int64_t cols, float *amaxes);
     /* int8 values of up to AP_STRIP rows and columns, transposed: those of a column, times its scale, side by side */

@@ -79,11 +79,19 @@ AP_INLINE vu ap_from_code(vu code, ap_format f) {
 /* the code of every lane with its sign in the bit above */
 AP_INLINE vu ap_with_sign(vu code, vu pattern, int bits) { return code | ((pattern & AP_SIGN) >> (32 - bits)); }
 
-/* bf16 patterns of the nearest values; the common case of ap_to_code in a third of the operations */
+/* bf16 patterns of the nearest values in the upper halves; the common case of ap_to_code in few operations */
 AP_INLINE vu ap_nearest_bf16(vu pattern) {
-    vu upper = pattern >> 16, rounded = (pattern + 0x7FFF + (upper & 1)) >> 16;
-    vi magnitude = (vi)(pattern & AP_MAGNITUDE);
-    return (vu)vi_if_less(vi_set((int32_t)AP_INF), magnitude, (vi)upper | 0x40 /* a quiet NaN */, (vi)rounded);
+#if defined(AP_AVX512)
+    __m512i x = (__m512i)pattern;
+    __mmask16 odd = _mm512_test_epi32_mask(x, _mm512_set1_epi32(0x10000));
+    __mmask16 nan = _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q);
+    __m512i half = _mm512_mask_blend_epi32(odd, _mm512_set1_epi32(0x7FFF), _mm512_set1_epi32(0x8000));
+    __m512 rounded = (__m512)_mm512_add_epi32(x, half);
+    return (vu)_mm512_mask_add_ps(rounded, nan, (__m512)x, (__m512)x); /* a sum makes a NaN quiet */
+#else
+    vi quiet = (vi)(pattern | 0x400000), rounded = (vi)(pattern + 0x7FFF + ((pattern >> 16) & 1));
+    return (vu)vi_if_less(vi_set((int32_t)AP_INF), (vi)(pattern & AP_MAGNITUDE), quiet, rounded);
+#endif
 }
 
 /* bf16 patterns around the values, never infinite; what ap_to_code gives, saturating and with random words */
@@ -97,7 +105,7 @@ AP_INLINE vu ap_stochastic_bf16(vu pattern, vu random) {
 
 AP_INLINE vu ap_load_pattern(const void *x, int format, int64_t i) {
     switch (format) {
-    case AP_BF16: return vu_load16((const uint16_t *)x + i) << 16;
+    case AP_BF16: return vu_load_upper16((const uint16_t *)x + i);
     case AP_FP16: {
 #if defined(AP_AVX512)
         return (vu)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)x + i)));

@@ -1,4 +1,4 @@
-/* Optimizer steps over a list of parameters: 16-bit tensors pass through tiles in the first-level cache. */
+/* Optimizer steps over a list of parameters: one pass over memory, in chunks that threads share. */
 #include <math.h>
 #include <stddef.h>
 
@@ -10,17 +10,21 @@
 /* The same where rows are quantised: more of them, so that the maxima of columns are merged less often. */
 #define ROWS_CHUNK (4 * CHUNK)
 
+/* Elements of a step that moves more memory than caches hold: copies are gone before anybody reads them. */
+#define STREAM_FROM (INT64_C(1) << 22)
+
 typedef struct step_job step_job;
-/* moves one tile; scalars belong to the thread */
-typedef void update_tile(const step_job *job, const ap_parameter *p, const float *grad, int64_t start, int64_t count,
-                         ap_adam_scalars *adam);
+/* moves a part of a parameter; scalars belong to the thread */
+typedef void update_part(const step_job *job, const ap_parameter *p, int64_t start, int64_t count, const ap_ends *ends,
+                         const ap_adam_scalars *adam);
 
 struct step_job {
     int64_t n;
     ap_parameter *parameters;
     const void *const *grads;
     const int8_t *grad_formats;
-    update_tile *update; /* NULL to write copies only */
+    update_part *update; /* NULL to write copies only */
+    int is_streamed;
     const ap_adam_options *adam;
     ap_sgd_scalars sgd;
 };
@@ -75,27 +79,49 @@ static void set_adam_scalars(const ap_adam_options *o, double step, ap_adam_scal
     s->decoupled = (int)o->decoupled;
 }
 
-static void update_adam(const step_job *job, const ap_parameter *p, const float *grad, int64_t start, int64_t count,
-                        ap_adam_scalars *scalars) {
-    const ap_kernels *kernels = ap_active();
-    if (p->moment_format == AP_FP32) {
-        kernels->adam(p->param + start, grad, p->exp_avg + start, (float *)p->exp_avg_sq + start, count, scalars);
-        return;
-    }
-    float moment[AP_TILE];
-    uint32_t words[AP_TILE];
-    char *stored = (char *)p->exp_avg_sq + 2 * start;
-    kernels->decode(stored, (int)p->moment_format, count, moment);
-    kernels->adam(p->param + start, grad, p->exp_avg + start, moment, count, scalars);
-    kernels->random((ap_stream){job->adam->seed, job->adam->offset, p->element + (uint64_t)start}, count, words);
-    /* inf would never come back down */
-    kernels->encode(moment, count, 1.0f, (int)p->moment_format, 1, words, stored);
+/* what a step reads and writes once, from an element on */
+static ap_ends ends_at(const step_job *job, int64_t i, int64_t start) {
+    const ap_copy *copy = &job->parameters[i].copy;
+    int format = job->grad_formats[i], is_plain = copy->format == AP_BF16 || copy->format == AP_FP16;
+    char *values = is_plain ? (char *)copy->values + 2 * start : NULL;
+    int is_streamed = job->is_streamed && copy->format == AP_BF16 && (uintptr_t)values % 32 == 0;
+    return (ap_ends){(const char *)job->grads[i] + start * ap_bytes(format), format, values, (int)copy->format,
+                     is_streamed};
 }
 
-static void update_sgd(const step_job *job, const ap_parameter *p, const float *grad, int64_t start, int64_t count,
-                       ap_adam_scalars *unused) {
+/* A 16-bit second moment is widened, moved and rounded in tiles that stay in the first-level cache. */
+static void update_narrow_adam(const step_job *job, const ap_parameter *p, int64_t start, int64_t count, ap_ends ends,
+                               const ap_adam_scalars *scalars) {
+    const ap_kernels *kernels = ap_active();
+    float moment[AP_TILE];
+    uint32_t words[AP_TILE];
+    for (int64_t stop = start + count; start < stop; start += AP_TILE) {
+        int64_t n = ap_min(AP_TILE, stop - start);
+        char *stored = (char *)p->exp_avg_sq + 2 * start;
+        kernels->decode(stored, (int)p->moment_format, n, moment);
+        kernels->adam(p->param + start, p->exp_avg + start, moment, n, &ends, scalars);
+        kernels->random((ap_stream){job->adam->seed, job->adam->offset, p->element + (uint64_t)start}, n, words);
+        /* inf would never come back down */
+        kernels->encode(moment, n, 1.0f, (int)p->moment_format, 1, words, stored);
+        ends.grad = (const char *)ends.grad + n * ap_bytes(ends.grad_format);
+        if (ends.copy) ends.copy = (char *)ends.copy + 2 * n;
+    }
+}
+
+static void update_adam(const step_job *job, const ap_parameter *p, int64_t start, int64_t count, const ap_ends *ends,
+                        const ap_adam_scalars *scalars) {
+    if (p->moment_format != AP_FP32) {
+        update_narrow_adam(job, p, start, count, *ends, scalars);
+    } else {
+        float *moment = (float *)p->exp_avg_sq + start;
+        ap_active()->adam(p->param + start, p->exp_avg + start, moment, count, ends, scalars);
+    }
+}
+
+static void update_sgd(const step_job *job, const ap_parameter *p, int64_t start, int64_t count, const ap_ends *ends,
+                       const ap_adam_scalars *unused) {
     (void)unused;
-    ap_active()->sgd(p->param + start, grad, p->exp_avg ? p->exp_avg + start : NULL, count, &job->sgd);
+    ap_active()->sgd(p->param + start, p->exp_avg ? p->exp_avg + start : NULL, count, ends, &job->sgd);
 }
 
 static void write_rows(const ap_parameter *p, int64_t start, int64_t count) {
@@ -114,21 +140,15 @@ static void write_rows(const ap_parameter *p, int64_t start, int64_t count) {
     }
 }
 
-static void step_chunk(const step_job *job, int64_t i, int64_t start, int64_t count, ap_adam_scalars *scalars) {
+static void step_chunk(const step_job *job, int64_t i, int64_t start, int64_t count, const ap_adam_scalars *scalars) {
     const ap_kernels *kernels = ap_active();
     const ap_parameter *p = &job->parameters[i];
     int format = (int)p->copy.format;
-    float grad[AP_TILE];
-    for (int64_t tile = start; tile < start + count; tile += AP_TILE) {
-        int64_t n = ap_min(AP_TILE, start + count - tile);
-        if (job->update) {
-            const char *source = (const char *)job->grads[i] + tile * ap_bytes(job->grad_formats[i]);
-            int is_wide = job->grad_formats[i] == AP_FP32;
-            if (!is_wide) kernels->decode(source, job->grad_formats[i], n, grad);
-            job->update(job, p, is_wide ? (const float *)source : grad, tile, n, scalars);
-        }
-        if (format == AP_BF16 || format == AP_FP16)
-            kernels->encode(p->param + tile, n, 1.0f, format, 0, NULL, (uint16_t *)p->copy.values + tile);
+    if (job->update) {
+        ap_ends ends = ends_at(job, i, start);
+        job->update(job, p, start, count, &ends, scalars);
+    } else if (format == AP_BF16 || format == AP_FP16) {
+        kernels->encode(p->param + start, count, 1.0f, format, 0, NULL, (uint16_t *)p->copy.values + start);
     }
     if (format == AP_E4M3) ap_raise(p->copy.scale, kernels->amax(p->param + start, AP_FP32, count));
     if (format == AP_INT8) write_rows(p, start, count);
@@ -196,6 +216,7 @@ static void run(step_job *job, int threads) {
         elements += job->parameters[i].size;
         begin_copy(&job->parameters[i]);
     }
+    job->is_streamed = elements >= STREAM_FROM;
     int team = ap_team(elements, threads);
     ap_parallel(number_chunks(job, update_chunks), team, step_chunks, job);
     for (int64_t i = 0; i < job->n; i++) complete_scales(&job->parameters[i]);

@@ -117,6 +117,16 @@ AP_INLINE vf vf_fma(vf a, vf b, vf c) {
 #endif
 }
 
+/* a * b + c in the lanes where x < limit, c in the others */
+AP_INLINE vf vf_fma_if_less(vf x, float limit, vf a, vf b, vf c) {
+#if defined(AP_AVX512)
+    __mmask16 less = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(limit), _CMP_LT_OQ);
+    return (vf)_mm512_mask3_fmadd_ps((__m512)a, (__m512)b, (__m512)c, less);
+#else
+    return vf_select(x < limit, vf_fma(a, b, c), c);
+#endif
+}
+
 AP_INLINE vf vf_sqrt(vf x) {
 #if defined(AP_AVX512)
     return (vf)_mm512_sqrt_ps((__m512)x);
@@ -163,6 +173,19 @@ AP_INLINE vu vu_load16(const void *p) {
 #endif
 }
 
+/* 16 bits into the upper half of each lane, zeros below */
+AP_INLINE vu vu_load_upper16(const void *p) {
+#if defined(AP_AVX512)
+    /* from 32 on: zeros of the second operand */
+    const __m512i places = _mm512_set_epi16(15, 32, 14, 32, 13, 32, 12, 32, 11, 32, 10, 32, 9, 32, 8, 32, 7, 32, 6, 32,
+                                            5, 32, 4, 32, 3, 32, 2, 32, 1, 32, 0, 32);
+    __m512i x = _mm512_castsi256_si512(_mm256_loadu_si256(p));
+    return (vu)_mm512_permutex2var_epi16(x, places, _mm512_setzero_si512());
+#else
+    return vu_load16(p) << 16;
+#endif
+}
+
 /* the low 16 bits of each lane */
 AP_INLINE void vu_store16(void *p, vu x) {
 #if defined(AP_AVX512)
@@ -173,6 +196,38 @@ AP_INLINE void vu_store16(void *p, vu x) {
 #else
     vu16 narrow = __builtin_convertvector(x, vu16);
     memcpy(p, &narrow, sizeof narrow);
+#endif
+}
+
+#if defined(AP_AVX512)
+AP_INLINE __m256i vu_upper16(vu x) {
+    const __m512i odd = _mm512_set_epi16(31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 29, 27, 25,
+                                         23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    return _mm512_castsi512_si256(_mm512_permutexvar_epi16(odd, (__m512i)x));
+}
+#endif
+
+/* the upper 16 bits of each lane */
+AP_INLINE void vu_store_upper16(void *p, vu x) {
+#if defined(AP_AVX512)
+    _mm256_storeu_si256(p, vu_upper16(x));
+#else
+    vu_store16(p, x >> 16);
+#endif
+}
+
+/* the same past the caches, to an aligned address; ap_fence has to follow before other threads read */
+AP_INLINE void vu_stream_upper16(void *p, vu x) {
+#if defined(AP_AVX512)
+    _mm256_stream_si256(p, vu_upper16(x));
+#else
+    vu_store_upper16(p, x);
+#endif
+}
+
+AP_INLINE void ap_fence(void) {
+#if defined(AP_AVX512)
+    _mm_sfence();
 #endif
 }
 
