@@ -18,7 +18,7 @@ from autoprec.autocast import set_ambient
 from autoprec.formats import FORMATS, get_format
 from autoprec.lookalike import plain_class
 from autoprec.ops import embedding as round_embedding
-from autoprec.ops import fake_quantize
+from autoprec.ops import fake_quantize, int8_linear
 from autoprec.ops import linear as low_linear
 from autoprec.ops.reference import Tf32Linear, round_fp8, round_int8
 from autoprec.units import is_exact, kind_of
@@ -169,6 +169,8 @@ def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) 
         with torch.autocast(device_type, enabled=False):
             if format_name == "tf32":
                 return Tf32Linear.call(input.float(), module.weight, module.bias)
+            if format_name == "int8" and _is_kernel_input(input, module.weight, module.bias):
+                return int8_linear(input, module.weight, module.bias)
             return low_linear(input, module.weight, module.bias, format_name)
 
     def run_embedding(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -189,6 +191,11 @@ def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) 
 
     runners: dict[str, Runner] = {"linear": run_linear, "embedding": run_embedding, "conv": run_conv}
     return runners[kind]
+
+
+def _is_kernel_input(*tensors: Tensor | None) -> bool:
+    """Whether kernels may read the tensors' memory: neither the compiler's stand-ins nor another library's class."""
+    return not torch.compiler.is_compiling() and all(type(t) in (Tensor, nn.Parameter, type(None)) for t in tensors)
 
 
 def is_functorch_active() -> bool:
