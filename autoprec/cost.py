@@ -70,5 +70,5 @@ def why_unprofitable(format_name: str, device_type: str, is_emulated: bool, prod
         # a comparison with NaN is false: what is not known is too small
         is_wide = min(product.in_features, product.out_features) >= gain.width
         if not (is_wide and product.rows >= gain.rows and product.multiplications >= gain.multiplications):
-            return f"{format_name} saves time from {gain.text} on, and a call multiplies {product}"
+            return f"{format_name} cannot pay below {gain.text}, and a call multiplies {product}"
     return None

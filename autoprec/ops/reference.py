@@ -276,7 +276,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, format_name: str) -> 
         weight: ``[out_features, in_features]``, float32.
         bias: ``[out_features]`` or ``None``. int8 adds it before it rounds, fp8 after, as torchao does.
         format_name: ``"fp8"`` or ``"int8"``. fp8 needs rows, ``in_features`` and ``out_features`` that are multiples of
-            16; any other call runs in bfloat16.
+            16; any other call runs in bfloat16, bit for bit as under autocast.
 
     Returns:
         ``[..., out_features]``, bfloat16.
@@ -285,12 +285,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, format_name: str) -> 
     if format_name == "int8":
         y: Tensor = _Int8Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
         return y.reshape(*x.shape[:-1], weight.shape[0])
+    narrow = None if bias is None else bias.to(torch.bfloat16)
     if is_fp8_shape(rows.shape[0], weight):
         y = _Fp8Linear.apply(rows, weight, is_fp8_native(x.device))  # type: ignore[no-untyped-call]
+        y = y if narrow is None else y + narrow
     else:
-        y = rows @ weight.to(torch.bfloat16).t()
-    if bias is not None:
-        y = y + bias.to(y.dtype)
+        y = torch.nn.functional.linear(rows, weight.to(torch.bfloat16), narrow)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
