@@ -1,13 +1,19 @@
-"""Turns what was measured into the readings that a decision rests on."""
+"""Turns what was measured into the readings that a decision rests on, and says what policies are not offered."""
 
 from __future__ import annotations
 
 import math
 
+from torch import nn
+
+from autoprec.cost import Product, why_unprofitable
+from autoprec.history import Decision
 from autoprec.knobs import Knobs, steered_units
 from autoprec.readings import GlobalReading, UnitReading
-from autoprec.telemetry import Telemetry
+from autoprec.telemetry import Telemetry, UnitTelemetry
 from autoprec.units import Unit
+
+_UNOFFERED = "not offered to policies"
 
 
 def read_units(knobs: Knobs, telemetry: Telemetry, applied_steps: int) -> list[UnitReading]:
@@ -24,12 +30,49 @@ def read_units(knobs: Knobs, telemetry: Telemetry, applied_steps: int) -> list[U
     return [_read_unit(unit, knobs, telemetry, applied_steps, parameters, compute) for unit in units]
 
 
+def record_unoffered(knobs: Knobs, telemetry: Telemetry, window: int) -> None:
+    """Puts on record, once for each unit, which formats its policy may not choose because they cannot pay.
+
+    Args:
+        knobs: Current values.
+        telemetry: Measurements, flushed.
+        window: Index of the window that begins.
+    """
+    known = {(d.unit, d.requested) for d in knobs.history if d.outcome == "refused" and d.reason.startswith(_UNOFFERED)}
+    for unit in steered_units(knobs):
+        for name, reason in _unoffered(unit, knobs, telemetry).items():
+            if (unit.name, name) not in known and telemetry.units[unit.name].calls:
+                current = knobs.formats[unit.name]
+                why = f"{_UNOFFERED}: {reason}"
+                knobs.history.append(Decision(window, "precision", unit.name, current, name, current, "refused", why))
+
+
+def _unoffered(unit: Unit, knobs: Knobs, telemetry: Telemetry) -> dict[str, str]:
+    """Formats that the user lets policies choose and that cannot save time in this unit, each with the reason."""
+    products = _products(unit, telemetry.units[unit.name])
+    reasons = {
+        name: why_unprofitable(name, knobs.runtime.device_type, unit.is_emulated(name), products)
+        for name in knobs.steerable(unit)
+        if name != knobs.formats[unit.name]
+    }
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _products(unit: Unit, measured: UnitTelemetry) -> list[Product]:
+    """What the linear layers of a unit multiply in a call, if all of them are called equally often."""
+    sizes = [(m.in_features, m.out_features) for m in unit.modules if isinstance(m, nn.Linear)]
+    weights = sum(inner * outer for inner, outer in sizes) * measured.calls
+    rows = measured.compute * len(sizes) / weights if weights else math.nan
+    return [Product(rows, *size) for size in sizes]
+
+
 def _read_unit(
     unit: Unit, knobs: Knobs, telemetry: Telemetry, applied_steps: int, parameters: int, compute: float
 ) -> UnitReading:
     measured = telemetry.units[unit.name]
     current = knobs.formats[unit.name]
     held = knobs.guard.is_held(unit.name, applied_steps)
+    unoffered = _unoffered(unit, knobs, telemetry)
     return UnitReading(
         name=unit.name,
         kind=unit.kind,
@@ -37,7 +80,7 @@ def _read_unit(
         parameter_share=unit.parameter_count / parameters,
         compute_share=measured.compute / compute,
         format=current,
-        legal=(current,) if held else knobs.steerable(unit),
+        legal=(current,) if held else tuple(name for name in knobs.steerable(unit) if name not in unoffered),
         grad_amax=measured.amax,
         grad_norm=measured.norms[-1] if measured.norms else math.nan,
         grad_norm_history=tuple(measured.norms),

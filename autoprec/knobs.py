@@ -7,6 +7,7 @@ when a boundary is reached (``precision``) and who decides (``controller``, ``ca
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -177,9 +178,10 @@ class Knobs:
         for unit, requested, outcome, reason in self._judged_formats(action, applied_steps):
             before = self.formats.get(unit or "")
             applied = requested if outcome in ("applied", "limited") else before
-            self._record(
-                step, "precision", unit, before, requested, applied, outcome, reason or _joined(why, reasons, unit)
-            )
+            reason = reason or _joined(why, reasons, unit)
+            if unit is not None and outcome != "refused" and self.units[unit].is_emulated(requested):
+                reason += "; emulated on this device"
+            self._record(step, "precision", unit, before, requested, applied, outcome, reason)
             if unit is not None and outcome != "refused":
                 changes[unit] = requested
         self._carry_out(changes, applied_steps)
@@ -293,6 +295,9 @@ class Knobs:
             "formats": dict(self.formats),
             "named": sorted(self._named),
             "changed_at": dict(self.changed_at),
+            "ran": {
+                name: [[*pair, n] for pair, n in unit.ran.items()] for name, unit in self.units.items() if unit.ran
+            },
             "clip": self.threshold.state_dict("clip" in self.masked),
             "is_ambient_raised": self.is_ambient_raised,
             "is_steering": self._is_steering,
@@ -313,6 +318,8 @@ class Knobs:
             self.is_ambient_raised = bool(state["is_ambient_raised"])
             self._is_steering = bool(state["is_steering"])
         self.changed_at.update({name: int(at) for name, at in state["changed_at"].items() if name in self.units})
+        for name in state["ran"].keys() & self.units.keys():
+            self.units[name].ran = Counter({(asked, ran): int(count) for asked, ran, count in state["ran"][name]})
         self.guard.load_state_dict(state["guard"])
         was_enabled = self.loss_scale.enabled
         self.loss_scale.load_state_dict(state["loss_scale"])

@@ -18,13 +18,15 @@ from autoprec.autocast import set_ambient
 from autoprec.formats import FORMATS, get_format
 from autoprec.lookalike import plain_class
 from autoprec.ops import embedding as round_embedding
-from autoprec.ops import fake_quantize
+from autoprec.ops import fake_quantize, int8_linear
 from autoprec.ops import linear as low_linear
-from autoprec.ops.reference import Tf32Linear, round_fp8, round_int8
+from autoprec.ops.reference import Tf32Linear, is_fp8_shape, round_fp8, round_int8
 from autoprec.units import is_exact, kind_of
 
 Runner = Callable[..., Any]
 _LOW = (torch.bfloat16, torch.float16)
+COUNTED = ("tf32", "fp8", "int8")
+"""Formats whose calls are counted: one that runs in another format instead shows in no dtype."""
 
 
 def make_runner(
@@ -44,7 +46,7 @@ def make_runner(
     kind = kind_of(module)  # a tied unit or a block mixes kinds
     if kind == "norm":
         run = _norm_runner(module, cls, number_format.compute_dtype)
-    elif format_name in ("fp8", "int8", "tf32"):
+    elif format_name in COUNTED:
         run = _quantised_runner(cls, kind, format_name, device_type)
     elif format_name == "fp16" and is_emulated and _is_emulated_whole(module, kind):
         run = _emulated_fp16_runner(cls, device_type)
@@ -177,24 +179,31 @@ class _RoundedWeights:
 def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) -> Runner:
     base_forward = cls.forward  # type: ignore[attr-defined]
     dtype = FORMATS[format_name].compute_dtype
+    fallback = "fp32" if format_name == "tf32" else "bf16"
 
     def run_linear(module: nn.Linear, input: Tensor) -> Tensor:
         set_ambient(device_type, dtype)
         if is_functorch_active():
+            _note_call(module, format_name, fallback)
             output: Tensor = base_forward(module, input)
             return output
+        _note_call(module, format_name, _format_of_call(format_name, input, module.weight))
         with torch.autocast(device_type, enabled=False):
             if format_name == "tf32":
                 return Tf32Linear.call(input.float(), module.weight, module.bias)
+            if format_name == "int8" and _is_kernel_input(input, module.weight, module.bias):
+                return int8_linear(input, module.weight, module.bias)
             return low_linear(input, module.weight, module.bias, format_name)
 
     def run_embedding(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         set_ambient(device_type, dtype)
+        _note_call(module, format_name, fallback if is_functorch_active() else format_name)
         rows: Tensor = base_forward(module, *args, **kwargs)
         return rows.to(dtype) if is_functorch_active() else round_embedding(rows, format_name)
 
     def run_conv(module: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         set_ambient(device_type, dtype)
+        _note_call(module, format_name, fallback if is_functorch_active() else format_name)
         if is_functorch_active():
             plain: Tensor = base_forward(module, input, *args, **kwargs)
             return plain
@@ -206,6 +215,26 @@ def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) 
 
     runners: dict[str, Runner] = {"linear": run_linear, "embedding": run_embedding, "conv": run_conv}
     return runners[kind]
+
+
+def _format_of_call(format_name: str, input: Tensor, weight: Tensor) -> str:
+    """What a call of a linear layer runs in: fp8 takes some numbers of rows only."""
+    is_fallback = format_name == "fp8" and not is_fp8_shape(input.shape[:-1].numel(), weight)
+    return "bf16" if is_fallback else format_name
+
+
+def _note_call(module: nn.Module, asked: str, ran: str) -> None:
+    """Counts a call in a training step; neither what is recomputed nor what was compiled."""
+    if torch.compiler.is_compiling():
+        return
+    state = module.__dict__.get("_autoprec")
+    if state is not None and state.runtime.is_recording:
+        state.unit.ran[asked, ran] += 1
+
+
+def _is_kernel_input(*tensors: Tensor | None) -> bool:
+    """Whether kernels may read the tensors' memory: neither the compiler's stand-ins nor another library's class."""
+    return not torch.compiler.is_compiling() and all(type(t) in (Tensor, nn.Parameter, type(None)) for t in tensors)
 
 
 def is_functorch_active() -> bool:

@@ -8,7 +8,7 @@ sampled in the window before it.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,7 @@ class UnitTelemetry:
         act_amax: Largest output magnitude per sample, newest last.
         overflow_count: Outputs that were not finite since the last decision.
         compute: Multiplications per forward in the last sample.
+        calls: How many calls of layers that was, those of all micro-batches and of all layers of a block.
     """
 
     norms: deque[float] = field(default_factory=_window)
@@ -55,6 +56,7 @@ class UnitTelemetry:
     act_amax: deque[float] = field(default_factory=_window)
     overflow_count: int = 0
     compute: float = 0.0
+    calls: int = 0
 
 
 class Telemetry:
@@ -176,6 +178,7 @@ class Telemetry:
         bounds = torch.stack([record.bounds.float() for record in outputs]).abs().amax(dim=1).tolist()
         amax: dict[str, float] = {}
         compute: dict[str, float] = {}
+        calls = Counter(record.name for record in outputs)
         for record, value in zip(outputs, bounds, strict=True):
             if math.isfinite(value):
                 amax[record.name] = max(amax.get(record.name, 0.0), value)
@@ -185,7 +188,7 @@ class Telemetry:
         for name, value in amax.items():
             self.units[name].act_amax.append(value)
         for name, value in compute.items():
-            self.units[name].compute = value
+            self.units[name].compute, self.units[name].calls = value, calls[name]
 
     def note_overflow(self, name: str) -> None:
         """Counts an output outside its format's range."""

@@ -6,6 +6,7 @@ layers of one repeated block. What lives here is discovery; running a unit in a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -49,6 +50,7 @@ class Unit:
         reason: Why the unit is left alone, ``None`` if it is steered.
         parameters: Its parameters.
         states: Filled by ``layers`` while a fit steers the unit.
+        ran: Calls in training under tf32, fp8 or int8, counted by that format and by the one that ran.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Unit:
     reason: str | None = None
     parameters: tuple[nn.Parameter, ...] = field(default=(), repr=False)
     states: list[Any] = field(default_factory=list, repr=False, compare=False)
+    ran: Counter[tuple[str, str]] = field(default_factory=Counter, repr=False, compare=False)
 
     @property
     def is_frozen(self) -> bool:

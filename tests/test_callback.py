@@ -498,7 +498,8 @@ def test_policy_may_return_an_action_or_moves() -> None:
     config = AutoPrecisionConfig(formats=("fp32", "bf16", "int8"))
     callback = AutoPrecisionCallback(Mixed(), interval=3, config=config, verbose=False)
     fit(callback, max_epochs=2)
-    rows = [(d.unit, d.before, d.applied) for d in callback.history if d.knob == "precision"]
+    precision = [d for d in callback.history if d.knob == "precision"]
+    rows = [(d.unit, d.before, d.applied) for d in precision if d.outcome == "applied"]
     assert rows[:3] == [("net.0", "fp32", "int8"), ("net.0", "int8", "bf16"), ("net.2", "fp32", "bf16")]
 
 

@@ -6,6 +6,7 @@ Time budget: 15 s.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from autoprec import ops
 from autoprec.formats import TF32
 from autoprec.ops import quantize_rows
 from autoprec.ops.reference import round_fp8
@@ -142,6 +145,77 @@ def test_strided_inputs_give_the_same_result(name: str) -> None:
             assert_near([layer(x)], [layer(x.contiguous())], 2.0**-7)
             row = x[:1].expand(16, *x.shape[1:])
             assert_near([layer(row)], [layer(row.contiguous())], 2.0**-7)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The inputs of int8 layers that went to the kernel."""
+    calls: list[Tensor] = []
+
+    def int8_linear(x: Tensor, *args: Any) -> Tensor:
+        calls.append(x)
+        return ops.int8_linear(x, *args)
+
+    monkeypatch.setattr("autoprec.runners.int8_linear", int8_linear)
+    return calls
+
+
+class Tagged(torch.Tensor):
+    """Another library's tensor, whose memory need not be where it says."""
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_int8_linear_layers_run_the_kernel_and_equal_its_specification(
+    kernel_calls: list[Tensor], has_bias: bool
+) -> None:
+    layer, x = nn.Linear(24, 16, bias=has_bias), torch.randn(5, 24)
+    with steered(nn.Sequential(layer), "int8"):
+        output = layer(x)
+        assert len(kernel_calls) == 1
+        assert torch.equal(output, ops.linear(x, layer.weight, layer.bias, "int8"))
+        with torch.no_grad():
+            assert torch.equal(layer(x), output)
+        assert len(kernel_calls) == 2
+        assert torch.equal(layer(x.as_subclass(Tagged)).as_subclass(Tensor), output)
+        assert torch.equal(torch.func.functional_call(layer, dict(layer.named_parameters()), (x,)), output)
+    assert len(kernel_calls) == 3
+
+
+def test_int8_leaves_the_kernel_out_where_it_cannot_be_traced(kernel_calls: list[Tensor]) -> None:
+    layer, x = nn.Linear(24, 16), torch.randn(5, 24)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with steered(nn.Sequential(layer), "int8"):
+        output = compiled(x)
+        assert not kernel_calls
+        assert torch.equal(output, layer(x))
+        kernel_calls.clear()
+        torch.func.vmap(layer)(torch.randn(3, 5, 24))
+        assert not kernel_calls
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_int8_keeps_no_quantised_weight_over_a_checkpointed_forward(use_reentrant: bool) -> None:
+    layer = nn.Linear(24, 16)
+    results = []
+    with steered(nn.Sequential(layer), "int8"):
+        for run in (layer, functools.partial(checkpoint, layer, use_reentrant=use_reentrant)):
+            kept: set[torch.dtype] = set()
+            x = torch.linspace(-1, 1, 120).reshape(5, 24).requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor, kept=kept: kept.add(tensor.dtype) or tensor,  # type: ignore[misc]
+                lambda tensor: tensor,
+            ):
+                output = run(x)
+            layer.zero_grad()
+            output.float().square().sum().backward()
+            results.append((kept, [t.grad for t in (x, *layer.parameters()) if t.grad is not None]))
+    (plain_kept, plain), (kept, found) = results
+    assert torch.int8 in plain_kept
+    assert len(found) == len(plain) == 3
+    assert torch.int8 not in kept
+    assert all(map(torch.equal, found, plain))
 
 
 def test_fp8_runs_a_batch_that_is_no_multiple_of_16_in_bf16() -> None:

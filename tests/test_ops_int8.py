@@ -5,6 +5,9 @@ Time budget: 10 s.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from hypothesis import given
@@ -117,13 +120,118 @@ def test_a_copy_without_transposition_serves_too() -> None:
     assert_same_bits(*grads)  # type: ignore[arg-type]
 
 
+def strided(x: Tensor) -> Tensor:
+    return x.detach().t().contiguous().t()
+
+
+def every_other(x: Tensor) -> Tensor:
+    return x.detach().repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def specification(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return ops.linear(x, weight, bias, "int8")
+
+
+EVERY = (True, True, True)
+
+
+def outcome(run: Callable[..., Tensor], tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    """The output, and the gradients of those tensors that need one."""
+    leaves = [t.detach().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
+    y = run(*leaves)
+    if any(needs):
+        y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def assert_equals_the_specification(x: Tensor, weight: Tensor, bias: Tensor, needs: Sequence[bool] = EVERY) -> None:
+    found = outcome(ops.int8_linear, (x, weight, bias), needs)
+    expected = outcome(specification, (x, weight, bias), needs)
+    for actual, wanted, source in zip(found[1:], expected[1:], (x, weight, bias), strict=True):
+        assert (actual is None) == (wanted is None)
+        if actual is not None and wanted is not None:
+            assert actual.dtype == source.dtype
+            assert_same_bits(actual, wanted)
+    assert found[0] is not None
+    assert expected[0] is not None
+    assert_same_bits(found[0], expected[0])
+
+
+@pytest.mark.parametrize("needs", list(itertools.product((True, False), repeat=3)))
+def test_equals_the_specification_whatever_needs_a_gradient(needs: tuple[bool, ...]) -> None:
+    assert_equals_the_specification(torch.randn(5, 40), torch.randn(24, 40), torch.randn(24), needs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(40,), (7, 40), (2, 3, 40), (0, 40), (2, 0, 40)])
+def test_equals_the_specification_for_any_input(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(shape).to(dtype), torch.randn(24, 40), torch.randn(24)
+    assert_equals_the_specification(x, weight, bias)
+    assert_equals_the_specification(every_other(x), weight, every_other(bias))
+
+
+@pytest.mark.parametrize("layout", [strided, every_other])
+def test_equals_the_specification_for_weights_of_any_layout(layout: Callable[[Tensor], Tensor]) -> None:
+    weight = layout(torch.randn(24, 40))
+    assert not weight.is_contiguous()
+    assert_equals_the_specification(torch.randn(5, 40), weight, torch.randn(24))
+
+
+@pytest.mark.parametrize(("rows", "inner", "out"), [(3, 0, 4), (3, 4, 0), (0, 0, 4), (1, 1, 1), (1, 5, 1), (3, 1, 2)])
+def test_equals_the_specification_at_the_smallest_sizes(rows: int, inner: int, out: int) -> None:
+    assert_equals_the_specification(torch.randn(rows, inner), torch.randn(out, inner), torch.randn(out))
+
+
 def test_a_gradient_can_be_differentiated_again() -> None:
-    weight, x = torch.randn(8, 16, requires_grad=True), torch.randn(4, 16, requires_grad=True)
-    y = ops.int8_linear(x, weight).float()
-    (grad_x,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    grad_x.square().sum().backward()
-    assert weight.grad is not None
-    assert torch.isfinite(weight.grad).all()
+    """A penalty on the slope of two layers, the first of which sees its own output change with the weight."""
+    leaves = [torch.randn(4, 16), torch.randn(8, 16), torch.randn(8), torch.randn(6, 8)]
+    results = []
+    for run in (ops.int8_linear, specification):
+        x, first, bias, second = (leaf.clone().requires_grad_() for leaf in leaves)
+        y = run(torch.tanh(run(x, first, bias)), second)
+        (slope,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(slope.square().sum(), [first, bias, second]))
+    for actual, expected in zip(*results, strict=True):
+        assert actual.any()
+        assert_same_bits(actual, expected)
+
+
+def test_the_backward_can_be_repeated() -> None:
+    x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    y = ops.int8_linear(x, weight).float().sum()
+    first, second = (torch.autograd.grad(y, [x, weight], retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def test_a_weight_written_after_the_forward_is_noticed() -> None:
+    x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    y = ops.int8_linear(x, weight).float().sum()
+    with torch.no_grad():
+        weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_hooks_on_saved_tensors_see_everything_that_is_kept() -> None:
+    """Activation offloading would otherwise leave the transposed copy behind."""
+    x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    kept: list[tuple[torch.dtype, tuple[int, ...]]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append((tensor.dtype, tuple(tensor.shape)))
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = ops.int8_linear(x, weight)
+    assert sorted(kept, key=str) == [
+        (torch.bfloat16, (4, 16)),
+        (torch.float32, (16, 1)),
+        (torch.float32, (8, 16)),
+        (torch.int8, (16, 8)),
+    ]
+    found = torch.autograd.grad(y.float().sum(), [x, weight])
+    expected = torch.autograd.grad(ops.int8_linear(x, weight).float().sum(), [x, weight])
+    assert all(map(torch.equal, found, expected))
 
 
 def test_a_weight_without_gradient_and_no_grad() -> None:

@@ -28,7 +28,7 @@ from autoprec.ops import (
     triton_optimizers,
     triton_statistics,
 )
-from autoprec.ops.int8 import reference_int8_matmul
+from autoprec.ops.reference import int8_matmul as reference_int8_matmul
 
 SIZES = [(64, 64, 256), (70, 200, 130), (1, 3, 17), (130, 129, 128)]
 BF16_ROUNDING = 2.0**-8  # half a unit in the last place

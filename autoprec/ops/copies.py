@@ -42,7 +42,7 @@ def new_copy(weight: Tensor, format_name: str, *, transposed: bool = True) -> We
     if format_name == "e4m3":
         return WeightCopy(format_name, values, weight.new_empty(()))
     rows = weight.shape[0]
-    cols = weight[0].numel() if rows else 0
+    cols = weight.shape[1:].numel()
     scale = weight.new_empty(rows, 1)
     if not transposed:
         return WeightCopy(format_name, values, scale)

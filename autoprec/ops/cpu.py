@@ -31,7 +31,7 @@ def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float] = (), tiny_lower: 
     pointers = array("Q", map(Tensor.data_ptr, grads))
     sizes = array("q", map(Tensor.numel, grads))
     limits, lower = _floats(tiny, count, "tiny"), _floats(tiny_lower, count, "tiny_lower")
-    table = torch.empty(5 * count + 1)
+    table = torch.empty(5 * count + 1, dtype=torch.float32, device="cpu")
     failed = native.library().ap_grad_stats(
         count,
         pointers.buffer_info()[0],

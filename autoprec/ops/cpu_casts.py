@@ -38,9 +38,10 @@ def cast(
     rows, cols = _matrix_shape(x)
     block = block_shape(granularity, rows, cols)
     number_format = FORMATS[format_name]
-    values = torch.empty(x.shape, dtype=number_format.dtype)
+    values = x.new_empty(x.shape, dtype=number_format.dtype)
     scales = _block_table(granularity, block, rows, cols)
-    amaxes = None if granularity is None and not with_amax else torch.zeros(()) if scales is None else scales.clone()
+    has_amax = granularity is not None or with_amax
+    amaxes = None if not has_amax else _float32_zeros() if scales is None else scales.clone()
     random = None if seed is None else (ctypes.c_uint64 * 2)(seed & _MASK64, offset & _MASK64)
     native.library().ap_cast(
         x.data_ptr(),
@@ -65,8 +66,8 @@ def restore(values: Tensor, scale: Tensor | None = None, *, granularity: str | N
     values = values.detach().contiguous()
     rows, cols = _matrix_shape(values)
     block = block_shape(granularity, rows, cols)
-    scales = torch.ones(()) if scale is None else scale.contiguous()
-    restored = torch.empty(values.shape)
+    scales = _float32_zeros().fill_(1.0) if scale is None else scale.contiguous()
+    restored = values.new_empty(values.shape, dtype=torch.float32)
     native.library().ap_restore(
         values.data_ptr(),
         native.CODES[values.dtype],
@@ -114,5 +115,10 @@ def _block_table(granularity: str | None, block: tuple[int, int], rows: int, col
     if granularity is None:
         return None
     if granularity == "tensor":
-        return torch.zeros(())
-    return torch.zeros(-(-rows // block[0]), -(-cols // block[1]))
+        return _float32_zeros()
+    return _float32_zeros(-(-rows // block[0]), -(-cols // block[1]))
+
+
+def _float32_zeros(*shape: int) -> Tensor:
+    """Memory for the kernel, whatever default dtype and device the user has set."""
+    return torch.zeros(shape, dtype=torch.float32, device="cpu")

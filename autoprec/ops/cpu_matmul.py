@@ -19,7 +19,7 @@ def int8_matmul(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None = 
     sums = int_matmul(rows.values, values.flatten(1).t())
     if bias is not None:
         bias = bias.detach().float().contiguous()
-    product = torch.empty(sums.shape, dtype=torch.bfloat16)
+    product = sums.new_empty(sums.shape, dtype=torch.bfloat16)
     failed = native.library().ap_dequantize(
         sums.data_ptr(),
         *sums.shape,
@@ -36,5 +36,5 @@ def int8_matmul(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None = 
 
 def _without_products(x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     """The result where one of the sizes is zero: zeros, plus the bias."""
-    product = torch.zeros(len(x), len(values))
+    product = x.new_zeros(len(x), len(values), dtype=torch.float32)
     return (product if bias is None else product + bias.detach()).to(torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from autoprec.ops.copies import new_copy
 from autoprec.ops.optimizers import refresh_copies_
-from autoprec.ops.reference import differentiable_int8_grad, int_matmul, quantize_rows
+from autoprec.ops.reference import as_rows, differentiable_int8_grad
 from autoprec.ops.reference_steps import WeightCopy
 from autoprec.ops.registry import resolve
 
@@ -35,14 +36,6 @@ def int8_matmul(
     return product
 
 
-def reference_int8_matmul(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """:func:`int8_matmul` in eager PyTorch."""
-    x_values, x_scale = quantize_rows(x)
-    sums = int_matmul(x_values, values.flatten(1).t()).float()
-    product = sums * x_scale.reciprocal() * scale.reshape(1, -1).reciprocal()
-    return (product if bias is None else product + bias.detach()).to(torch.bfloat16)
-
-
 def int8_linear(
     x: Tensor,
     weight: Tensor,
@@ -52,6 +45,8 @@ def int8_linear(
     implementation: str | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear`` in int8, differentiable, bfloat16 out.
+
+    Equals ``autoprec.ops.linear(x, weight, bias, "int8")`` bit for bit, gradients included.
 
     Args:
         x: ``[..., in_features]``, floating point. Rounded to bfloat16 first, as autocast does.
@@ -64,12 +59,19 @@ def int8_linear(
     Returns:
         ``[..., out_features]``, bfloat16.
     """
-    rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+    rows = as_rows(x.to(torch.bfloat16))
     if copy is None:
-        copy = new_copy(weight, "int8", transposed=rows.requires_grad and torch.is_grad_enabled())
-        refresh_copies_([weight.detach().contiguous()], [copy], implementation=implementation)
+        copy = _quantised(weight, rows.requires_grad and torch.is_grad_enabled(), implementation)
     y: Tensor = _Int8Linear.apply(rows, weight, bias, copy, implementation)  # type: ignore[no-untyped-call]
     return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _quantised(weight: Tensor, transposed: bool, implementation: str | None) -> WeightCopy:
+    """A copy of a weight of any layout."""
+    matrix = weight.detach().contiguous()
+    copy = new_copy(matrix, "int8", transposed=transposed)
+    refresh_copies_([matrix], [copy], implementation=implementation)
+    return copy
 
 
 class _Int8Linear(torch.autograd.Function):
@@ -78,17 +80,18 @@ class _Int8Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: WeightCopy, implementation: str | None
     ) -> Tensor:
         assert copy.scale is not None, "an int8 copy has a scale"
-        ctx.save_for_backward(x, weight)
-        ctx.copy, ctx.implementation = copy, implementation
+        # saved, not kept: checkpointing and hooks on saved tensors then know of the transposed copy too
+        ctx.save_for_backward(x, weight, copy.transposed_values, copy.transposed_scale)
+        ctx.implementation = implementation
         return int8_matmul(x, copy.values, copy.scale, bias, implementation=implementation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, (x, weight) = grads[0], ctx.saved_tensors
+        grad, (x, weight, *transposed) = grads[0], ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         with torch.autocast(grad.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                grad_x = _grad_x(ctx, grad, weight)
+                grad_x = _grad_x(grad, weight, transposed, ctx.implementation)
             if ctx.needs_input_grad[1]:
                 grad_weight = grad.t() @ x
             if ctx.needs_input_grad[2]:
@@ -96,12 +99,12 @@ class _Int8Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _grad_x(ctx: Any, grad: Tensor, weight: Tensor) -> Tensor:
+def _grad_x(grad: Tensor, weight: Tensor, transposed: Sequence[Tensor | None], implementation: str | None) -> Tensor:
     if torch.is_grad_enabled():  # create_graph=True
-        return differentiable_int8_grad(grad, weight).to(torch.bfloat16)
-    values, scale = ctx.copy.transposed_values, ctx.copy.transposed_scale
+        return differentiable_int8_grad(grad, weight)
+    values, scale = transposed
     if values is None:
-        fresh = new_copy(weight.detach().t().contiguous(), "int8", transposed=False)
-        refresh_copies_([weight.detach().t().contiguous()], [fresh], implementation=ctx.implementation)
+        fresh = _quantised(weight.t(), False, implementation)
         values, scale = fresh.values, fresh.scale
-    return int8_matmul(grad, values, scale, implementation=ctx.implementation)
+    assert scale is not None, "an int8 copy has a scale"
+    return int8_matmul(grad, values, scale, implementation=implementation)

@@ -123,42 +123,46 @@ def int_matmul(a: Tensor, b: Tensor) -> Tensor:
     return (a.double() @ b.double()).to(torch.int32)
 
 
+def int8_matmul(x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`autoprec.ops.int8_matmul` in eager PyTorch."""
+    x_values, x_scale = quantize_rows(x)
+    sums = int_matmul(x_values, values.flatten(1).t()).float()
+    product = sums * x_scale.reciprocal() * scale.reshape(1, -1).reciprocal()
+    return (product if bias is None else product + bias.detach()).to(torch.bfloat16)
+
+
 class _Int8Linear(torch.autograd.Function):
     """Row-wise int8 forward and input gradient, bf16 weight gradient (SwitchBack, arXiv:2304.13013)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        x_values, x_scale = quantize_rows(x)
-        w_values, w_scale = quantize_rows(weight)
-        y = int_matmul(x_values, w_values.t()).float() / x_scale / w_scale.t()
-        return y.to(torch.bfloat16)
+        return int8_matmul(x, *quantize_rows(weight), bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # manual optimization runs the backward inside the training step, where autocast is on
         grad, (x, weight) = grads[0], ctx.saved_tensors
-        grad_x = grad_weight = None
+        grad_x = grad_weight = grad_bias = None
         with torch.autocast(grad.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                grad_x = _Int8Linear._grad_x(grad, weight).to(x.dtype)
+                is_differentiable = torch.is_grad_enabled()  # create_graph=True
+                grad_x = (
+                    differentiable_int8_grad(grad, weight)
+                    if is_differentiable
+                    else int8_matmul(grad, *quantize_rows(weight.t()))
+                )
             if ctx.needs_input_grad[1]:
-                grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype)
-        return grad_x, grad_weight
-
-    @staticmethod
-    def _grad_x(grad: Tensor, weight: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # create_graph=True
-            return differentiable_int8_grad(grad, weight)
-        g_values, g_scale = quantize_rows(grad)
-        w_values, w_scale = quantize_rows(weight.t())
-        return int_matmul(g_values, w_values.t()).float() / g_scale / w_scale.t()
+                grad_weight = grad.t() @ x
+            if ctx.needs_input_grad[2]:
+                grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias
 
 
 def differentiable_int8_grad(grad: Tensor, weight: Tensor) -> Tensor:
-    """The input gradient of an int8 layer in float32 operations that can be differentiated again."""
+    """The input gradient of an int8 layer in operations that can be differentiated again, bfloat16."""
     columns = fake_quantize(weight.t(), round_int8)
-    return fake_quantize(grad.float(), round_int8) @ columns.float().t()
+    return (fake_quantize(grad.float(), round_int8) @ columns.float().t()).to(torch.bfloat16)
 
 
 def is_fp8_native(device: torch.device) -> bool:
@@ -227,7 +231,7 @@ class Tf32Linear(torch.autograd.Function):
     @staticmethod
     def call(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Runs the layer on ``x`` ``[..., in_features]``, float32 in and out."""
-        y: Tensor = Tf32Linear.apply(x.reshape(-1, x.shape[-1]), weight)  # type: ignore[no-untyped-call]
+        y: Tensor = Tf32Linear.apply(as_rows(x), weight)  # type: ignore[no-untyped-call]
         y = y.reshape(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
 
@@ -265,26 +269,34 @@ def tf32_matmul(a: Tensor, b: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, format_name: str) -> Tensor:
     """``torch.nn.functional.linear`` in fp8 or int8, differentiable, bfloat16 out.
 
+    In int8 it specifies :func:`autoprec.ops.int8_linear`, and is what the compiler traces in its place.
+
     Args:
         x: ``[..., in_features]``, floating point. Rounded to bfloat16 first, as autocast does.
         weight: ``[out_features, in_features]``, float32.
-        bias: ``[out_features]`` or ``None``.
+        bias: ``[out_features]`` or ``None``. int8 adds it before it rounds, fp8 after, as torchao does.
         format_name: ``"fp8"`` or ``"int8"``. fp8 needs rows, ``in_features`` and ``out_features`` that are multiples of
-            16; any other call runs in bfloat16.
+            16; any other call runs in bfloat16, bit for bit as under autocast.
 
     Returns:
         ``[..., out_features]``, bfloat16.
     """
-    rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+    rows = as_rows(x.to(torch.bfloat16))
     if format_name == "int8":
-        y: Tensor = _Int8Linear.apply(rows, weight)  # type: ignore[no-untyped-call]
-    elif is_fp8_shape(rows.shape[0], weight):
+        y: Tensor = _Int8Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
+        return y.reshape(*x.shape[:-1], weight.shape[0])
+    narrow = None if bias is None else bias.to(torch.bfloat16)
+    if is_fp8_shape(rows.shape[0], weight):
         y = _Fp8Linear.apply(rows, weight, is_fp8_native(x.device))  # type: ignore[no-untyped-call]
+        y = y if narrow is None else y + narrow
     else:
-        y = rows @ weight.to(torch.bfloat16).t()
-    if bias is not None:
-        y = y + bias.to(y.dtype)
+        y = torch.nn.functional.linear(rows, weight.to(torch.bfloat16), narrow)
     return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``[..., cols]`` as ``[rows, cols]``, also where a size is zero and could not be inferred."""
+    return x.flatten(0, -2) if x.ndim > 1 else x[None]
 
 
 def is_fp8_shape(rows: int, weight: Tensor) -> bool:

@@ -38,10 +38,10 @@ class DelayedScaling:
             )
         count = len(limits)
         self._targets = torch.tensor(limits, dtype=torch.float64, device=device) * 2.0**-margin
-        self._history = torch.zeros(history_length, count, device=device)
+        self._history = torch.zeros(history_length, count, dtype=torch.float32, device=device)
         self._place = 0
-        self._current = torch.zeros(count, device=device)
-        self.scale = torch.ones(count, device=device)
+        self._current = torch.zeros(count, dtype=torch.float32, device=device)
+        self.scale = torch.ones(count, dtype=torch.float32, device=device)
         """``[n]``, float32: what to multiply each tensor by in this step. 1 until something was recorded."""
 
     def record(self, index: int, amax: Tensor) -> None:

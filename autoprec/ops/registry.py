@@ -42,7 +42,7 @@ _WHERE: dict[str, dict[str, str]] = {
         "triton": "autoprec.ops.triton_optimizers:PreparedSgd",
     },
     "int8_matmul": {
-        "reference": "autoprec.ops.int8:reference_int8_matmul",
+        "reference": "autoprec.ops.reference:int8_matmul",
         "cpu": "autoprec.ops.cpu_matmul:int8_matmul",
         "triton": "autoprec.ops.triton_matmul:int8_matmul",
     },

@@ -73,8 +73,8 @@ def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float] = (), tiny_lower: 
         _tensor_stats(values_of(grad).detach(), limits)
         for grad, *limits in zip(grads, _limits(tiny, grads), _limits(tiny_lower, grads), strict=True)
     ]
-    columns = torch.stack(rows, dim=1) if rows else torch.zeros(5, 0)
-    total = _norm(columns[1]) if rows else torch.zeros(())
+    columns = torch.stack(rows, dim=1) if rows else torch.zeros(5, 0, dtype=torch.float32, device="cpu")
+    total = _norm(columns[1]) if rows else columns.new_zeros(())
     total = torch.where(columns[2].sum() > 0, torch.full_like(total, math.inf), total)
     return GradStats(torch.cat([columns.reshape(-1), total.reshape(1)]))
 
@@ -90,7 +90,7 @@ def _tensor_stats(grad: Tensor, limits: Sequence[float]) -> Tensor:
     finite = magnitude.isfinite()
     clean = torch.where(finite, magnitude, torch.zeros_like(magnitude))
     nonzero = (clean > 0).sum().clamp(min=1)
-    small = [((clean > 0) & (clean < limit)).sum() / nonzero for limit in limits]
+    small = [((clean > 0) & (clean < limit)).sum().float() / nonzero for limit in limits]
     return torch.stack([clean.amax(), _norm(clean), (~finite).sum().float(), *small])
 
 
@@ -112,7 +112,7 @@ def grad_norms(grads: Sequence[Tensor]) -> Tensor:
         or NaN, or where the sum of squares exceeds the dtype.
     """
     if not grads:
-        return torch.zeros(0)
+        return torch.zeros(0, dtype=torch.float32, device="cpu")
     device = grads[0].device
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for index, grad in enumerate(grads):

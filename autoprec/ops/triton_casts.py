@@ -234,9 +234,9 @@ def cast(
     if granularity not in (None, "tensor"):
         return _cast_blocks(x, values, block_shape(granularity, rows, cols), (rows, cols), random, flags)
     is_current = granularity is not None
-    amax = torch.zeros((), device=x.device) if is_current or with_amax else None
+    amax = torch.zeros((), dtype=torch.float32, device=x.device) if is_current or with_amax else None
     if is_current:
-        scale = torch.empty((), device=x.device)
+        scale = torch.empty((), dtype=torch.float32, device=x.device)
     pointers = (
         x.view(_READ.get(x.dtype, x.dtype)),
         values.view(_WRITTEN.get(values.dtype, values.dtype)),
@@ -271,7 +271,7 @@ def _cast_blocks(
     tile_cols = min(triton.next_power_of_2(across), CHUNK)
     tile_rows = down if is_square else max(CHUNK // tile_cols, 1)
     grid = (triton.cdiv(rows, tile_rows), triton.cdiv(cols, across))
-    scales = torch.empty(triton.cdiv(rows, down), grid[1], device=x.device)
+    scales = torch.empty(triton.cdiv(rows, down), grid[1], dtype=torch.float32, device=x.device)
     amaxes = torch.empty_like(scales)
     if rows:
         cast_blocks_kernel[grid](

@@ -152,7 +152,7 @@ def write_scaled_copies(params: Sequence[Tensor], copies: Sequence[WeightCopy], 
 def _plans(params: Sequence[Tensor], copies: Sequence[WeightCopy]) -> tuple[Plan, ...]:
     device = params[0].device
     shapes = [(len(param), param.numel() // len(param)) if param.ndim else (1, 1) for param in params]
-    amaxes = torch.zeros(sum(rows + cols for rows, cols in shapes), device=device)
+    amaxes = torch.zeros(sum(rows + cols for rows, cols in shapes), dtype=torch.float32, device=device)
     table, tiles, aligned, place = [], [], [], amaxes.data_ptr()
     for param, copy, (rows, cols) in zip(params, copies, shapes, strict=True):
         values, scale, transposed_values, transposed_scale = (0 if t is None else t.data_ptr() for t in copy.tensors)

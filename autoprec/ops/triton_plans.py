@@ -66,10 +66,10 @@ def chunk_map(sizes: Sequence[int], chunk: int) -> tuple[Tensor, Tensor, Tensor]
         Tensor of each chunk, int32, its start in that tensor, int64, and the first chunk of each tensor with the number
         of all chunks at the end, int64; all on the CPU.
     """
-    counts = torch.tensor([-(-size // chunk) for size in sizes], dtype=torch.int64)
-    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    counts = torch.tensor([-(-size // chunk) for size in sizes], dtype=torch.int64, device="cpu")
+    tensors = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
     boundaries = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    starts = (torch.arange(len(tensors)) - boundaries[tensors]) * chunk
+    starts = (torch.arange(len(tensors), device="cpu") - boundaries[tensors]) * chunk
     return tensors.int(), starts, boundaries
 
 
@@ -95,7 +95,7 @@ def build_plans(
     for wanted in (True, False):
         chosen = [i for i, size in enumerate(sizes) if size and aligned[i] is wanted]
         if chosen:
-            table = torch.tensor([rows[i] for i in chosen], dtype=torch.int64)
+            table = torch.tensor([rows[i] for i in chosen], dtype=torch.int64, device="cpu")
             host = (table, *chunk_map([sizes[i] for i in chosen], chunk))
             table, tensors, starts, boundaries = (_send(part, device) for part in host)
             plans.append(Plan(table, tensors, starts, boundaries, wanted, scratch))

@@ -140,9 +140,9 @@ def grad_stats(grads: Sequence[Tensor], tiny: Sequence[float] = (), tiny_lower: 
     values = grads if _are_plain(grads) else [_dense_values(grad) for grad in grads]
     device = values[0].device if values else torch.device("cpu")
     # tensors without elements have no chunks: their statistics are zero
-    results = torch.zeros(5 * len(values) + 1, device=device)
+    results = torch.zeros(5 * len(values) + 1, dtype=torch.float32, device=device)
     for plan in _plans(values, tiny, tiny_lower) if values else ():
-        amaxes = torch.empty(plan.n_chunks, device=device)
+        amaxes = torch.empty(plan.n_chunks, dtype=torch.float32, device=device)
         squares = torch.empty(plan.n_chunks, dtype=torch.float64, device=device)
         counts = torch.empty(plan.n_chunks, dtype=torch.int64, device=device)
         chunk_stats_kernel[(plan.n_chunks,)](
@@ -186,7 +186,8 @@ def _patterns(limits: Sequence[float], grads: Sequence[Tensor], name: str) -> li
     """float32 patterns of the limits, which travel in the table of integers."""
     if limits and len(limits) != len(grads):
         raise ValueError(f"Passed `grad_stats` {len(grads)} gradients and {len(limits)} values of `{name}`.")
-    patterns: list[int] = torch.tensor([*limits] or [0.0] * len(grads)).view(torch.int32).tolist()
+    values = torch.tensor([*limits] or [0.0] * len(grads), dtype=torch.float32, device="cpu")
+    patterns: list[int] = values.view(torch.int32).tolist()
     return patterns
 
 
@@ -204,7 +205,7 @@ def grad_factor(total_norm: Tensor, inv_scale: Tensor | None, max_norm: float) -
         ``grad_factor`` = ``inv_scale`` x ``min(1, max_norm / (norm + 1e-6))``, meaningless where ``found_inf`` is set,
         and ``found_inf``; each ``[]``, float32.
     """
-    result = torch.empty(2, device=total_norm.device)
+    result = torch.empty(2, dtype=torch.float32, device=total_norm.device)
     scale = total_norm if inv_scale is None else inv_scale
     limit = min(max_norm, torch.finfo(torch.float32).max)
     grad_factor_kernel[(1,)](total_norm, scale, limit, result, HAS_SCALE=inv_scale is not None, **SMALL_LAUNCH)
