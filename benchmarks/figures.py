@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from benchmarks.arms import ARMS
+from benchmarks.bare import HAND
+from benchmarks.machine import bound_ms
 
-CLOCKS = {1: 0, 2: 1}
-"""Place of the clock in a lap, by threads: the thread's processor time at one thread, else the wall."""
+Figures = dict[tuple[str, str], float]
+"""Values by name and row, as in ``("vs_amp_clip", "mlp-128-64")``; a row may also be ``geomean``, ``worst`` ..."""
+
+OUT_OF_CACHE_MB = 64.0
+"""Gradients of that size are read from memory, whatever the cache; the last level of most cores is smaller."""
 
 
 class Ratio(NamedTuple):
@@ -18,13 +24,11 @@ class Ratio(NamedTuple):
 
     Args:
         value: Median over the rounds.
-        low: Lower quartile.
-        high: Upper quartile.
+        spread: Half the distance between the quartiles.
     """
 
     value: float
-    low: float
-    high: float
+    spread: float
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
@@ -36,9 +40,9 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
     """
     ratios = [above / below for above, below in zip(numerators, denominators, strict=True)]
     if len(ratios) < 2:
-        return Ratio(ratios[0], ratios[0], ratios[0])
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Ratio(statistics.median(ratios), low, high)
+        return Ratio(ratios[0], 0.0)
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Ratio(middle, (high - low) / 2)
 
 
 def geomean(values: Iterable[float]) -> float:
@@ -56,14 +60,22 @@ class RowTimes:
 
     Args:
         result: What a ``trainer`` or ``bare`` job wrote.
+
+    Attributes:
+        name: The row.
+        base: The arm that the others are compared with.
+        times: Seconds of a step for every round, by arm: processor time of the thread at one thread, else the wall's.
     """
 
     def __init__(self, result: Mapping[str, Any]) -> None:
-        self.job = result["job"]
-        self.name: str = self.job["row"]
-        self.threads: int = self.job["threads"]
-        clock = CLOCKS.get(self.threads, 1)
-        self.times = {arm: [lap[clock] for lap in laps] for arm, laps in result["laps"].items()}
+        self._result = result
+        self._clock = 0 if result["job"]["threads"] == 1 else 1
+        self.name: str = result["job"]["row"]
+        self.base = HAND if result["job"]["kind"] == "bare" else "ours"
+        self.times = self._clocked(result["laps"])
+
+    def _clocked(self, laps: Mapping[str, Any]) -> dict[str, list[float]]:
+        return {arm: [lap[self._clock] for lap in values] for arm, values in laps.items()}
 
     @property
     def family(self) -> str:
@@ -78,18 +90,186 @@ class RowTimes:
         """
         return statistics.median(self.times[arm]) * 1e3 if arm in self.times else math.nan
 
-    def speed_up(self, base: str, arm: str = "ours") -> Ratio | None:
-        """Time of ``base`` over time of ``arm``; ``None`` where one of them was not measured.
+    def speed_up(self, over: str, arm: str | None = None) -> Ratio | None:
+        """Time of ``over`` over time of ``arm``; ``None`` where one of them was not measured.
 
         Args:
-            base: What it is compared with.
-            arm: What is faster where the ratio exceeds 1.
+            over: What it is compared with.
+            arm: What is faster where the ratio exceeds 1, ``base`` by default.
         """
-        if base not in self.times or arm not in self.times:
+        arm = self.base if arm is None else arm
+        if over not in self.times or arm not in self.times:
             return None
-        return ratio(self.times[base], self.times[arm])
+        return ratio(self.times[over], self.times[arm])
 
-    def fastest_static(self) -> str | None:
-        """The static arm that is fastest, ``None`` without one."""
-        names = [name for name in self.times if name in ARMS and ARMS[name].is_static]
-        return min(names, key=lambda name: statistics.median(self.times[name]), default=None)
+    @cached_property
+    def static(self) -> dict[str, Ratio]:
+        """Speed-up over each static arm."""
+        found = {arm: self.speed_up(arm) for arm in self.times if arm in ARMS and ARMS[arm].is_static}
+        return {arm: value for arm, value in found.items() if value is not None}
+
+    def grad_stats_share(self) -> dict[str, float]:
+        """Time of one ``grad_stats`` over that of our step, by the dtype of the gradients."""
+        if self.base not in self.times or "grad_stats" not in self._result:
+            return {}
+        calls = self._clocked(self._result["grad_stats"])
+        return {dtype: ratio(times, self.times[self.base]).value for dtype, times in calls.items()}
+
+    def bound_ms(self, machine: Mapping[str, float] | None) -> float | None:
+        """Milliseconds below which no step goes: products, bytes of the optimizer's step, and the Trainer's loop.
+
+        Args:
+            machine: What the machine does at best, with as many threads.
+        """
+        if machine is None or "work" not in self._result:
+            return None
+        return bound_ms(self._result["work"], machine) + machine["loop_ms"]
+
+
+class Findings:
+    """All results of a run.
+
+    Args:
+        results: What the jobs wrote.
+    """
+
+    def __init__(self, results: Sequence[Mapping[str, Any]]) -> None:
+        self._results = results
+
+    def of(self, kind: str, **fields: Any) -> list[Mapping[str, Any]]:
+        """Results of one kind, in order.
+
+        Args:
+            kind: Kind of the job.
+            fields: What the job's fields must be.
+        """
+        jobs = [(result, result["job"]) for result in self._results]
+        return [r for r, job in jobs if job["kind"] == kind and all(job[name] == v for name, v in fields.items())]
+
+    def steps(self, kind: str = "trainer", threads: int = 1, malloc: str = "fixed") -> list[RowTimes]:
+        """Whole steps.
+
+        Args:
+            kind: ``trainer`` or ``bare``.
+            threads: Threads for one operation.
+            malloc: Setting of malloc.
+        """
+        return [RowTimes(result) for result in self.of(kind, threads=threads, malloc=malloc)]
+
+    def machine(self, threads: int = 1) -> Mapping[str, float] | None:
+        """What the machine does at best, ``None`` where it was not measured.
+
+        Args:
+            threads: Threads in use.
+        """
+        return next(iter(self.of("machine", threads=threads)), None)
+
+    def kernel_rows(self, kind: str) -> list[dict[str, Any]]:
+        """Rows of ``benchmarks.ops`` at one thread.
+
+        Args:
+            kind: ``grad_stats`` or ``step``.
+        """
+        return [row for result in self.of(kind, threads=1) for row in result["rows"]]
+
+    def memory_ratio(self, row: str) -> float:
+        """Peak of memory of ours over that of ``amp_clip``, medians of all runs; NaN where one of them is missing.
+
+        Args:
+            row: A workload.
+        """
+        peaks = {arm: self.peaks(row, arm) for arm in ("ours", "amp_clip")}
+        if not all(peaks.values()):
+            return math.nan
+        return statistics.median(peaks["ours"]) / statistics.median(peaks["amp_clip"])
+
+    def peaks(self, row: str, arm: str) -> list[int]:
+        """Bytes over what stood before fit, for every run.
+
+        Args:
+            row: A workload.
+            arm: Name of the arm.
+        """
+        return [result["over_bytes"] for result in self.of("memory", row=row) if result["job"]["arms"] == [arm]]
+
+    def figures(self) -> Figures:
+        """Everything that a target may be set for: one thread, processor time, real Trainer."""
+        found: Figures = {}
+        for row in self.steps():
+            found |= _step_figures(row)
+        found |= self._kernel_figures()
+        for row_name in dict.fromkeys(result["job"]["row"] for result in self.of("memory")):
+            found["rss_ratio", row_name] = self.memory_ratio(row_name)
+        return found | _summaries(found)
+
+    def _kernel_figures(self) -> Figures:
+        found: Figures = {}
+        machine = self.machine()
+        for row in self.kernel_rows("grad_stats"):
+            found["grad_stats_vs_clip", row["row"]] = row["fp32 vs clip"]
+            if machine is not None and row["MB"] > OUT_OF_CACHE_MB:
+                found["grad_stats_of_bandwidth", row["row"]] = row["GB/s"] / machine["read_gbs"]
+        for row in self.kernel_rows("step"):
+            found["fused_step_vs_torch", row["row"]] = row["bf16 grads"]
+            if row["row"] == "50M":
+                found["plain_adamw_vs_torch", row["row"]] = row["bare AdamW"]
+        return found
+
+
+def _step_figures(row: RowTimes) -> Figures:
+    found: Figures = {}
+    for name, over, arm in (
+        ("vs_amp_clip", "amp_clip", "ours"),
+        ("vs_amp_fused", "amp_fused", "ours"),
+        ("int8_vs_ours", "ours", "ours_int8"),
+    ):
+        value = row.speed_up(over, arm)
+        if value is not None:
+            found[name, row.name] = value.value
+    if row.static:
+        found["vs_best_static", row.name] = min(value.value for value in row.static.values())
+    shares = row.grad_stats_share()
+    if shares:
+        found["grad_stats_share", row.name] = shares["fp32"]
+    return found
+
+
+def _summaries(figures: Figures) -> Figures:
+    def rows_of(name: str, family: str = "") -> list[float]:
+        # 50M is no model, and its figure depends on nothing but the memory
+        return [v for (n, row), v in figures.items() if n == name and row.startswith(family) and row != "50M"]
+
+    def worst(values: list[float], pick: Any) -> float:
+        return float(pick(values)) if values else math.nan
+
+    return {
+        ("vs_amp_clip", "mlp geomean"): geomean(rows_of("vs_amp_clip", "mlp")),
+        ("vs_amp_clip", "geomean"): geomean(rows_of("vs_amp_clip")),
+        ("vs_amp_fused", "geomean"): geomean(rows_of("vs_amp_fused")),
+        ("vs_amp_fused", "worst"): worst(rows_of("vs_amp_fused"), min),
+        ("vs_best_static", "worst"): worst(rows_of("vs_best_static"), min),
+        ("grad_stats_vs_clip", "median"): worst(rows_of("grad_stats_vs_clip"), statistics.median),
+        ("grad_stats_vs_clip", "worst"): worst(rows_of("grad_stats_vs_clip"), max),
+        ("fused_step_vs_torch", "worst"): worst(rows_of("fused_step_vs_torch"), min),
+        ("fused_step_vs_torch", "geomean"): geomean(rows_of("fused_step_vs_torch")),
+        ("rss_ratio", "worst"): worst(rows_of("rss_ratio"), max),
+    }
+
+
+def last_line(figures: Figures) -> str:
+    """The line that a run ends with; what was not measured is ``nan``.
+
+    Args:
+        figures: What :meth:`Findings.figures` returned.
+    """
+    parts = {
+        "mlp_geomean_vs_amp_clip": ("vs_amp_clip", "mlp geomean"),
+        "geomean_vs_amp_clip": ("vs_amp_clip", "geomean"),
+        "geomean_vs_amp_fused": ("vs_amp_fused", "geomean"),
+        "worst_vs_amp_fused": ("vs_amp_fused", "worst"),
+        "worst_vs_best_static": ("vs_best_static", "worst"),
+        "grad_stats_vs_clip": ("grad_stats_vs_clip", "worst"),
+        "fused_step_vs_torch": ("fused_step_vs_torch", "worst"),
+        "rss_ratio": ("rss_ratio", "worst"),
+    }
+    return "bench: " + " ".join(f"{name}={figures.get(key, math.nan):.2f}" for name, key in parts.items())

@@ -15,23 +15,56 @@ from typing import Any
 
 import torch
 
-from benchmarks.arms import ARMS
+from benchmarks.arms import ARMS, Arm
+from benchmarks.bare import measure_bare
 from benchmarks.fits import measure_fits
+from benchmarks.machine import measure_machine, work_of
+from benchmarks.memory import measure_memory
+from benchmarks.ops import MODEL_SHAPES, ROW_TABLES
 from benchmarks.store import Job, write_json
 from benchmarks.workloads import WORKLOADS
 
 
-def run_trainer(job: Job) -> dict[str, Any]:
+def _trainer(job: Job) -> dict[str, Any]:
     workload = WORKLOADS[job.row]
-    arms = [ARMS[name] for name in job.arms]
-    return measure_fits(workload, arms, job.rounds, job.steps or workload.steps, _dot)
+    found = measure_fits(workload, _arms(job), job.rounds, job.steps or workload.steps, _dot)
+    return {**found, "work": work_of(workload)}
+
+
+def _bare(job: Job) -> dict[str, Any]:
+    workload = WORKLOADS[job.row]
+    return measure_bare(workload, _arms(job), job.rounds, job.steps or workload.steps, _dot)
+
+
+def _memory(job: Job) -> dict[str, Any]:
+    (arm,) = _arms(job)
+    return measure_memory(WORKLOADS[job.row], arm)
+
+
+def _kernels(job: Job) -> dict[str, Any]:
+    found = []
+    for name in MODEL_SHAPES if job.row == "models" else [job.row]:
+        found.append(ROW_TABLES[job.kind](name, job.rounds))
+        _dot(1)
+    return {"rows": found}
+
+
+def _arms(job: Job) -> list[Arm]:
+    return [ARMS[name] for name in job.arms]
 
 
 def _dot(index: int) -> None:
     print("." if index else "warm ", end="", flush=True)
 
 
-KINDS: dict[str, Callable[[Job], dict[str, Any]]] = {"trainer": run_trainer}
+KINDS: dict[str, Callable[[Job], dict[str, Any]]] = {
+    "machine": lambda job: measure_machine(job.threads, job.rounds),
+    "trainer": _trainer,
+    "bare": _bare,
+    "grad_stats": _kernels,
+    "step": _kernels,
+    "memory": _memory,
+}
 
 
 def main() -> None:

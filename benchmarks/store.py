@@ -25,13 +25,14 @@ class Job:
     """What one child process measures.
 
     Args:
-        kind: ``machine``, ``trainer``, ``bare``, ``grad_stats``, ``step`` or ``rss``.
+        kind: ``machine``, ``trainer``, ``bare``, ``grad_stats``, ``step`` or ``memory``.
         row: Name of a workload, or of a row of ``benchmarks.ops``.
         threads: Threads for one operation.
         rounds: Rounds that count.
         arms: Arms that take turns.
         steps: Steps of one turn, 0 for those of the row.
         repeat: Tells equal jobs apart.
+        malloc: ``fixed`` thresholds, or the ``default`` of the C library.
     """
 
     kind: str
@@ -41,13 +42,15 @@ class Job:
     arms: tuple[str, ...] = ()
     steps: int = 0
     repeat: int = 0
+    malloc: str = "fixed"
 
     @property
     def title(self) -> str:
         """Short text for progress."""
-        arm = f" {self.arms[0]} #{self.repeat + 1}" if self.kind == "rss" else ""
+        arm = f" {self.arms[0]} #{self.repeat + 1}" if self.kind == "memory" else ""
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-        return f"{self.kind} {self.row}{arm}, {threads}"
+        malloc = "" if self.malloc == "fixed" or arm else ", default malloc"
+        return f"{self.kind} {self.row}{arm}, {threads}{malloc}"
 
     def path(self, folder: Path = RESULTS) -> Path:
         """The file of its result.
@@ -56,7 +59,7 @@ class Job:
             folder: Where results are.
         """
         text = json.dumps([asdict(self), circumstances()], sort_keys=True)
-        parts = [self.kind, self.row, *(self.arms if self.kind == "rss" else ()), f"{self.threads}t"]
+        parts = [self.kind, self.row, *(self.arms if self.kind == "memory" else ()), f"{self.threads}t"]
         return folder / f"{'-'.join(parts)}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 

@@ -31,6 +31,19 @@ class Lap(NamedTuple):
     process_s: float
 
 
+def time_calls(call: Callable[[], object], count: int) -> Lap:
+    """Times a call in this thread.
+
+    Args:
+        call: What to call.
+        count: How often; the mean is returned.
+    """
+    begun = _clocks()
+    for _ in range(count):
+        call()
+    return _since(begun, count)
+
+
 class Abandoned(BaseException):
     """Ends the thread of a run that nobody waits for any more."""
 
@@ -102,8 +115,7 @@ class Run:
         """Stands before a step: goes on, or hands over the turn and waits for the next one."""
         if self._left == 0:
             if self._begun is not None:
-                took = [(now - then) / self._steps for now, then in zip(_clocks(), self._begun, strict=True)]
-                self._lap = Lap(*took)
+                self._lap = _since(self._begun, self._steps)
             self._globals.leave()
             self._back.release()
             self._go.acquire()
@@ -128,6 +140,10 @@ class Run:
 
 def _clocks() -> Lap:
     return Lap(time.thread_time(), time.perf_counter(), time.process_time())
+
+
+def _since(begun: Lap, steps: int) -> Lap:
+    return Lap(*((now - then) / steps for now, then in zip(_clocks(), begun, strict=True)))
 
 
 _HOOKS: tuple[dict[int, Any], ...] = (

@@ -139,7 +139,6 @@ class Workload:
         inputs: Draws the inputs of one batch.
         classes: Number of classes, drawn at random for every sample.
         per_token: Whether every entry of the inputs has a class, as tokens do, and not the sample.
-        shapes: Name of the row's gradient shapes in ``benchmarks.ops``.
         steps: Optimizer steps of one turn, some 50 ms of them.
         int8: Formats by unit for the arm ``ours_int8``; empty where that arm has nothing to show.
         channels_last: Whether weights and images are laid out channels last, in every arm.
@@ -149,7 +148,6 @@ class Workload:
     model: Callable[[MakeOptimizer], Trained]
     inputs: Callable[[], Tensor]
     classes: int
-    shapes: str
     steps: int
     per_token: bool = False
     int8: Mapping[str, str] = field(default_factory=dict)
@@ -185,7 +183,6 @@ def _mlp(width: int, batch: int, steps: int, **options: Any) -> Workload:
         lambda make_optimizer: MLP(make_optimizer, width),
         lambda: torch.randn(batch, 64),
         classes=10,
-        shapes=f"mlp-{width}",
         steps=steps,
         **options,
     )
@@ -197,7 +194,6 @@ def _gpt(blocks: int, width: int, batch: int, context: int, vocabulary: int, ste
         lambda make_optimizer: GPT(make_optimizer, blocks, width, context, vocabulary),
         lambda: torch.randint(vocabulary, (batch, context)),
         classes=vocabulary,
-        shapes=f"gpt-{blocks}-{width}",
         steps=steps,
         per_token=True,
         **options,
@@ -213,14 +209,13 @@ WORKLOADS = {
         _mlp(2048, 128, 3),
         _mlp(2048, 512, 2, int8={"*": "bf16", "layers.2": "int8", "layers.4": "int8"}),
         _gpt(2, 128, 16, 128, 512, 3),
-        _gpt(4, 256, 16, 128, 512, 2),
-        _gpt(6, 512, 2, 256, 1024, 2, int8={"*": "bf16", "blocks.*": "int8"}),
+        _gpt(4, 256, 16, 128, 512, 1),
+        _gpt(6, 512, 2, 256, 1024, 1, int8={"*": "bf16", "blocks.*": "int8"}),
         Workload(
             "cnn-32",
             lambda make_optimizer: CNN(make_optimizer, 32),
             lambda: torch.randn(64, 3, 32, 32),
             classes=10,
-            shapes="cnn-32",
             steps=3,
             channels_last=True,
         ),
