@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 from benchmarks.arms import ARMS
 from benchmarks.bare import HAND
 from benchmarks.machine import bound_ms
+from benchmarks.ops import MODEL_SHAPES
+from benchmarks.workloads import MEMORY_ROWS, WORKLOADS
 
 Figures = dict[tuple[str, str], float]
 """Values by name and row, as in ``("vs_amp_clip", "mlp-128-64")``; a row may also be ``geomean``, ``worst`` ..."""
-
-OUT_OF_CACHE_MB = 64.0
-"""Gradients of that size are read from memory, whatever the cache; the last level of most cores is smaller."""
 
 
 class Ratio(NamedTuple):
@@ -46,13 +45,12 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
 
 
 def geomean(values: Iterable[float]) -> float:
-    """Returns the geometric mean, NaN of nothing.
+    """Returns the geometric mean.
 
     Args:
-        values: Positive numbers.
+        values: Positive numbers, at least one.
     """
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 class RowTimes:
@@ -102,6 +100,11 @@ class RowTimes:
             return None
         return ratio(self.times[over], self.times[arm])
 
+    def elsewhere(self) -> float:
+        """Largest share of processor time in threads other than that of the arm; 0 at several threads."""
+        laps = [lap for laps in self._result["laps"].values() for lap in laps]
+        return 0.0 if self._clock else max(process / thread - 1 for thread, _, process in laps)
+
     @cached_property
     def static(self) -> dict[str, Ratio]:
         """Speed-up over each static arm."""
@@ -116,14 +119,15 @@ class RowTimes:
         return {dtype: ratio(times, self.times[self.base]).value for dtype, times in calls.items()}
 
     def bound_ms(self, machine: Mapping[str, float] | None) -> float | None:
-        """Milliseconds below which no step goes: products, bytes of the optimizer's step, and the Trainer's loop.
+        """Milliseconds below which no step goes: products, bytes of the optimizer's step, the Trainer's loop.
 
         Args:
             machine: What the machine does at best, with as many threads.
         """
         if machine is None or "work" not in self._result:
             return None
-        return bound_ms(self._result["work"], machine) + machine["loop_ms"]
+        loop_ms = machine["loop_ms"] if self._result["job"]["kind"] == "trainer" else 0.0
+        return bound_ms(self._result["work"], machine) + loop_ms
 
 
 class Findings:
@@ -200,15 +204,15 @@ class Findings:
         found |= self._kernel_figures()
         for row_name in dict.fromkeys(result["job"]["row"] for result in self.of("memory")):
             found["rss_ratio", row_name] = self.memory_ratio(row_name)
-        return found | _summaries(found)
+        found |= _summaries(found)
+        return {key: value for key, value in found.items() if not math.isnan(value)}
 
     def _kernel_figures(self) -> Figures:
         found: Figures = {}
-        machine = self.machine()
         for row in self.kernel_rows("grad_stats"):
             found["grad_stats_vs_clip", row["row"]] = row["fp32 vs clip"]
-            if machine is not None and row["MB"] > OUT_OF_CACHE_MB:
-                found["grad_stats_of_bandwidth", row["row"]] = row["GB/s"] / machine["read_gbs"]
+            if "of bandwidth" in row:
+                found["grad_stats_of_bandwidth", row["row"]] = row["of bandwidth"]
         for row in self.kernel_rows("step"):
             found["fused_step_vs_torch", row["row"]] = row["bf16 grads"]
             if row["row"] == "50M":
@@ -235,25 +239,25 @@ def _step_figures(row: RowTimes) -> Figures:
 
 
 def _summaries(figures: Figures) -> Figures:
-    def rows_of(name: str, family: str = "") -> list[float]:
-        # 50M is no model, and its figure depends on nothing but the memory
-        return [v for (n, row), v in figures.items() if n == name and row.startswith(family) and row != "50M"]
-
-    def worst(values: list[float], pick: Any) -> float:
-        return float(pick(values)) if values else math.nan
-
-    return {
-        ("vs_amp_clip", "mlp geomean"): geomean(rows_of("vs_amp_clip", "mlp")),
-        ("vs_amp_clip", "geomean"): geomean(rows_of("vs_amp_clip")),
-        ("vs_amp_fused", "geomean"): geomean(rows_of("vs_amp_fused")),
-        ("vs_amp_fused", "worst"): worst(rows_of("vs_amp_fused"), min),
-        ("vs_best_static", "worst"): worst(rows_of("vs_best_static"), min),
-        ("grad_stats_vs_clip", "median"): worst(rows_of("grad_stats_vs_clip"), statistics.median),
-        ("grad_stats_vs_clip", "worst"): worst(rows_of("grad_stats_vs_clip"), max),
-        ("fused_step_vs_torch", "worst"): worst(rows_of("fused_step_vs_torch"), min),
-        ("fused_step_vs_torch", "geomean"): geomean(rows_of("fused_step_vs_torch")),
-        ("rss_ratio", "worst"): worst(rows_of("rss_ratio"), max),
-    }
+    """Means and extremes; only over all the rows that they are meant for, so that a part cannot pass for the whole."""
+    models, mlps = list(WORKLOADS), [name for name, workload in WORKLOADS.items() if workload.family == "mlp"]
+    found: Figures = {}
+    for figure, row, rows, summarize in (
+        ("vs_amp_clip", "mlp geomean", mlps, geomean),
+        ("vs_amp_clip", "geomean", models, geomean),
+        ("vs_amp_fused", "geomean", models, geomean),
+        ("vs_amp_fused", "worst", models, min),
+        ("vs_best_static", "worst", models, min),
+        ("grad_stats_vs_clip", "median", MODEL_SHAPES, statistics.median),
+        ("grad_stats_vs_clip", "worst", MODEL_SHAPES, max),
+        ("fused_step_vs_torch", "worst", MODEL_SHAPES, min),
+        ("fused_step_vs_torch", "geomean", MODEL_SHAPES, geomean),
+        ("rss_ratio", "worst", MEMORY_ROWS, max),
+    ):
+        values = [figures.get((figure, name), math.nan) for name in rows]
+        if not any(map(math.isnan, values)):
+            found[figure, row] = summarize(values)
+    return found
 
 
 def last_line(figures: Figures) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,13 +14,6 @@ from autoprec.ops import grad_stats
 from benchmarks.arms import Arm
 from benchmarks.turns import Lap, Run, time_calls
 from benchmarks.workloads import Trained, Workload
-
-_EXPECTED = (
-    ".*does not have many workers.*",
-    ".*isinstance.treespec, LeafSpec.*",
-    "Precision .* is not supported by the model summary",
-    ".*smaller than the logging interval.*",
-)
 
 
 class Batches(Dataset[tuple[Tensor, ...]]):
@@ -75,10 +67,7 @@ def train(
         enable_model_summary=False,
         **arm.trainer_options(workload),
     )
-    with warnings.catch_warnings():
-        for text in _EXPECTED:
-            warnings.filterwarnings("ignore", text)
-        trainer.fit(module, DataLoader(Batches(batches, steps, arrive), batch_size=None))
+    trainer.fit(module, DataLoader(Batches(batches, steps, arrive), batch_size=None))
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return next((dict(callback.precision_map()) for callback in callbacks if hasattr(callback, "precision_map")), {})
 

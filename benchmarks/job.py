@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,17 @@ from benchmarks.store import Job, write_json
 from benchmarks.workloads import WORKLOADS
 
 
+def _quieten_lightning() -> None:
+    """Leaves out what it would say once for every arm: advice, and that a fit has stopped."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for text in (
+        ".*does not have many workers.*",
+        ".*isinstance.treespec, LeafSpec.*",
+        ".*smaller than the logging interval.*",
+    ):
+        warnings.filterwarnings("ignore", text)
+
+
 def _trainer(job: Job) -> dict[str, Any]:
     workload = WORKLOADS[job.row]
     found = measure_fits(workload, _arms(job), job.rounds, job.steps or workload.steps, _dot)
@@ -33,7 +45,8 @@ def _trainer(job: Job) -> dict[str, Any]:
 
 def _bare(job: Job) -> dict[str, Any]:
     workload = WORKLOADS[job.row]
-    return measure_bare(workload, _arms(job), job.rounds, job.steps or workload.steps, _dot)
+    found = measure_bare(workload, _arms(job), job.rounds, job.steps or workload.steps, _dot)
+    return {**found, "work": work_of(workload)}
 
 
 def _memory(job: Job) -> dict[str, Any]:
@@ -70,8 +83,7 @@ KINDS: dict[str, Callable[[Job], dict[str, Any]]] = {
 def main() -> None:
     fields = json.loads(sys.argv[1])
     job = Job(**fields | {"arms": tuple(fields["arms"])})
-    # its advice and its "stopped" line, once for every arm
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    _quieten_lightning()
     torch.set_num_threads(job.threads)
     result = KINDS[job.kind](job)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None

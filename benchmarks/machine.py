@@ -6,7 +6,6 @@ Trainer's loop costs by itself is measured beside it.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.arms import Arm
 from benchmarks.fits import measure_fits
+from benchmarks.timing import plain_reads
 from benchmarks.turns import time_calls
 from benchmarks.workloads import MakeOptimizer, Trained, Workload
 
@@ -39,13 +39,13 @@ def measure_machine(threads: int, rounds: int) -> dict[str, Any]:
     def best(calls: list[tuple[float, Callable[[], object]]]) -> float:
         return max(work / min(time_calls(call, 2)[clock] for _ in range(rounds)) for work, call in calls) / 1e9
 
-    memory = torch.zeros(1 << 28, dtype=torch.uint8)
-    other = torch.empty_like(memory)
+    memory = torch.zeros(1 << 26)
+    other = torch.ones_like(memory)
     return {
         "bf16_gflops": best([_product(n, torch.bfloat16) for n in (512, 1024, 2048)]),
         "int8_gops": best([_product(n, torch.int8) for n in (512, 1024, 2048)]),
-        "read_gbs": best([(memory.numel(), call) for call in _reads(memory)]),
-        "copy_gbs": best([(2.0 * memory.numel(), lambda: other.copy_(memory))]),
+        "read_gbs": best([(memory.nbytes, call) for call in plain_reads(memory).values()]),
+        "copy_gbs": best([(2.0 * memory.nbytes, lambda: other.copy_(memory))]),
         "loop_ms": _loop_ms(clock, rounds),
     }
 
@@ -54,17 +54,6 @@ def _product(size: int, dtype: torch.dtype) -> tuple[float, Callable[[], object]
     a, b = (torch.ones(size, size).to(dtype) for _ in range(2))
     product = torch._int_mm if dtype is torch.int8 else torch.mm
     return 2.0 * size**3, lambda: product(a, b)
-
-
-def _reads(memory: Tensor) -> list[Callable[[], object]]:
-    words = memory.view(torch.float32)
-    calls: list[Callable[[], object]] = [words.sum, lambda: torch.dot(words, words)]
-    search = getattr(ctypes.CDLL(None), "memchr", None)
-    if search is not None:
-        search.argtypes, search.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
-        # 0 is all there is, so looking for 1 reads everything
-        calls.append(lambda: search(memory.data_ptr(), 1, memory.numel()))
-    return calls
 
 
 class _OneWeight(Trained):

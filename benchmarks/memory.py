@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from typing import Any
 
 import torch
 
+from autoprec.demo.worker import peak_resident_bytes
 from benchmarks.arms import Arm
 from benchmarks.fits import train
 from benchmarks.workloads import Workload
@@ -29,12 +28,9 @@ def measure_memory(workload: Workload, arm: Arm, steps: int = STEPS) -> dict[str
     module = workload.make_module(arm.make_optimizer)
     batches = workload.make_batches()
     torch.ones(16, 16).bfloat16() @ torch.ones(16, 16).bfloat16()
-    before = peak_bytes()
+    before = peak_resident_bytes()
     train(module, workload, arm, batches, steps)
-    return {"before_bytes": before, "over_bytes": peak_bytes() - before}
-
-
-def peak_bytes() -> int:
-    """Returns the largest resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    after = peak_resident_bytes()
+    if before is None or after is None:
+        raise RuntimeError("This system does not tell the peak of resident memory. Leave out `memory` in `--only`.")
+    return {"before_bytes": before, "over_bytes": after - before}

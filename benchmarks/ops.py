@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec import ops
-from benchmarks.timing import measure
+from benchmarks.timing import measure, plain_reads
 
 Shapes = list[tuple[int, ...]]
 
@@ -49,6 +49,9 @@ ROWS: dict[str, Shapes] = {
     "cnn-32": cnn(32),
     "50M": [(50_000_000,)],
 }
+
+OUT_OF_CACHE_MB = 64.0
+"""Gradients of that size come from memory: the last cache of a core is smaller."""
 
 MODEL_SHAPES = [name for name in ROWS if name != "50M"]
 """The rows that are gradients of a model."""
@@ -124,18 +127,21 @@ def stats_row(name: str, rounds: int) -> Row:
     wide = [param.grad for param in params if param.grad is not None]
     half = [grad.bfloat16() for grad in wide]
     limits = [1e-7] * len(wide)
+    mb = sum(g.nbytes for g in wide) / 1e6
+    reads = plain_reads(torch.zeros(int(mb * 250_000))) if mb > OUT_OF_CACHE_MB else {}
     timing = measure(
         {
             "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(params, 1.0),
             "fp32": lambda: float(ops.grad_stats(wide).total_norm),
             "bf16": lambda: float(ops.grad_stats(half).total_norm),
             "all": lambda: ops.grad_stats(wide, limits, limits),
+            **reads,
         },
         rounds=rounds,
     )
     us, clip_us = timing.median("fp32") * 1e6, timing.median("clip_grad_norm_") * 1e6
     ratios = {f"{kind} vs clip": timing.ratio(kind, "clip_grad_norm_") for kind in ("fp32", "bf16", "all")}
-    mb = sum(g.numel() for g in wide) * 4 / 1e6
+    of_bandwidth = {"of bandwidth": min(timing.ratio(name, "fp32") for name in reads)} if reads else {}
     return {
         "table": "grad_stats",
         "row": name,
@@ -144,6 +150,7 @@ def stats_row(name: str, rounds: int) -> Row:
         "fp32 us": us,
         "GB/s": mb / us * 1e3,
         **ratios,
+        **of_bandwidth,
     }
 
 

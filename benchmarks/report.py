@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -107,22 +106,26 @@ def step_table(rows: Sequence[RowTimes], title: str, machine: Mapping[str, float
                 *(_text(row.speed_up(arm)) for arm in others),
             ]
         )
-    return Table(title, ["row", "bound ms", f"{base} ms", *others], lines, _losses(rows))
+    return Table(title, ["row", "bound ms", f"{base} ms", *others], lines, _note(rows))
 
 
 def _text(ratio: Ratio | None) -> str:
     return "-" if ratio is None else f"{ratio.value:.2f}+-{ratio.spread:.2f}"
 
 
+def _note(rows: Sequence[RowTimes]) -> str:
+    foreign = max(row.elsewhere() for row in rows)
+    return _losses(rows) + (f" Other threads took up to {foreign:.0%} of the processor time." * (foreign > 0.02))
+
+
 def _losses(rows: Sequence[RowTimes]) -> str:
-    slower = [
-        f"{row.name} {value.value:.2f} ({arm})"
-        for row in rows
-        for arm in row.times
-        if arm != row.base and (value := row.speed_up(arm)) is not None and value.value < 1 - EQUAL
-    ]
-    limit = f"slower by more than {EQUAL:.0%}"
-    return f"{rows[0].base} is {limit} in: {', '.join(slower)}." if slower else f"{rows[0].base} is nowhere {limit}."
+    lost = {}
+    for row in rows:
+        ratios = {arm: row.speed_up(arm) for arm in row.times if arm != row.base}
+        lost[row.name] = [f"{arm} {v.value:.2f}" for arm, v in ratios.items() if v is not None and v.value < 1 - EQUAL]
+    slower = [f"  {name} than {', '.join(arms)}" for name, arms in lost.items() if arms]
+    head = f"Slower by more than {EQUAL:.0%}:"
+    return "\n".join([head, *slower]) if slower else f"{head} nowhere."
 
 
 def kernel_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
@@ -132,8 +135,8 @@ def kernel_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
         rows: From one of its tables.
         title: Its title.
     """
-    names = [name for name in rows[0] if name not in ("table", "row")]
-    lines = [[row["row"], *(f"{row[name]:.2f}" for name in names)] for row in rows]
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in ("table", "row")]
+    lines = [[row["row"], *(f"{row[name]:.2f}" if name in row else "-" for name in names)] for row in rows]
     return Table(title, ["row", *names], lines)
 
 
@@ -178,7 +181,7 @@ def target_table(findings: Findings) -> Table:
 
 
 def _short(value: float) -> str:
-    return "nan" if math.isnan(value) else f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
 def machine_line(findings: Findings) -> str:

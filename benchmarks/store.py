@@ -52,7 +52,7 @@ class Job:
         malloc = "" if self.malloc == "fixed" or arm else ", default malloc"
         return f"{self.kind} {self.row}{arm}, {threads}{malloc}"
 
-    def path(self, folder: Path = RESULTS) -> Path:
+    def path(self, folder: Path) -> Path:
         """The file of its result.
 
         Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -106,7 +105,7 @@ def judge(findings: Findings) -> list[Verdict]:
 
 def _matches(target: Target, figures: Figures) -> Iterator[Verdict]:
     for (name, row), value in figures.items():
-        if name == target.figure and fnmatchcase(row, target.row) and not math.isnan(value):
+        if name == target.figure and fnmatchcase(row, target.row):
             yield Verdict(target, row, value)
 
 

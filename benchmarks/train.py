@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from benchmarks.arms import ARMS
@@ -29,13 +30,11 @@ from benchmarks.figures import Findings, last_line
 from benchmarks.report import as_text, machine_line, tables
 from benchmarks.store import RESULTS, ROOT, Job, circumstances, read_json, write_json
 from benchmarks.targets import judge
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import MALLOC_ROWS, MEMORY_ROWS, WORKLOADS
 
 ROUNDS, QUICK_ROUNDS = 21, 7
 MEMORY_RUNS, QUICK_MEMORY_RUNS = 5, 1
-MEMORY_ROWS, MEMORY_ARMS = ("mlp-2048-128", "gpt-6-512"), ("amp_clip", "ours")
-MALLOC_ROWS = ("mlp-2048-128",)
-"""Where malloc's default thresholds make a difference; measured with both."""
+MEMORY_ARMS = ("amp_clip", "ours")
 KINDS = ("machine", "trainer", "bare", "grad_stats", "step", "memory")
 
 
@@ -96,17 +95,18 @@ def environment(job: Job) -> dict[str, str]:
     return kept
 
 
-def run(job: Job, is_fresh: bool) -> dict[str, Any]:
+def run(job: Job, folder: Path, is_fresh: bool) -> dict[str, Any]:
     """Returns the result of a job, measured now unless there is one.
 
     Args:
         job: The job.
+        folder: Where results are.
         is_fresh: Measure it in any case.
 
     Raises:
         subprocess.CalledProcessError: If its process failed.
     """
-    path = job.path()
+    path = job.path(folder)
     found = None if is_fresh else read_json(path)
     if found is not None:
         print("done before", flush=True)
@@ -123,6 +123,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
     Args:
         arguments: Instead of those of the process.
+
+    Returns:
+        ``is_whole`` tells that nothing was left out or set apart from ``--quick``.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.train",
@@ -138,9 +141,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", nargs="+", type=_count, help="threads for one operation (default: 1 2; with --quick 1)")
     add("--rounds", type=_count, help=f"rounds that count (default: {ROUNDS}; with --quick {QUICK_ROUNDS})")
     add("--steps", type=_count, default=0, help="optimizer steps of one turn (default: some 50 to 300 ms of them)")
+    add("--results", type=Path, default=RESULTS, help="folder for the results (default: benchmarks/results)")
     add("--fresh", action="store_true", help="measure again what was measured before")
     add("--write-docs", action="store_true", help="put the tables into docs/benchmarks.md")
     options = parser.parse_args(arguments)
+    limits = ("rows", "arms", "only", "threads", "rounds", "steps")
+    options.results = options.results.resolve()  # jobs run in the checkout
+    options.is_whole = all(getattr(options, name) == parser.get_default(name) for name in limits)
+    if options.write_docs and not options.is_whole:
+        parser.error(f"--write-docs puts whole tables into the docs; leave out {', '.join(f'--{x}' for x in limits)}")
     options.threads = options.threads or ([1] if options.quick else [1, 2])
     options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     return options
@@ -152,31 +161,45 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def main() -> None:
-    options = parse()
-    jobs = plan(options)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the benchmark.
+
+    Args:
+        arguments: Instead of those of the process.
+    """
+    options = parse(arguments)
     started = time.monotonic()
-    results = []
-    try:
-        for index, job in enumerate(jobs):
-            print(f"[{index + 1}/{len(jobs)}] {job.title}: ", end="", flush=True)
-            results.append(run(job, options.fresh))
-    except KeyboardInterrupt:
-        sys.exit("\ninterrupted; the same command goes on where it stopped")
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"\nthe job failed with exit code {error.returncode}; the same command tries it again")
+    results = _run_all(plan(options), options)
     findings = Findings(results)
-    command = "make bench-quick" if options.quick else "make bench"
-    command = command if set(sys.argv[1:]) <= {"--quick", "--fresh", "--write-docs"} else shlex.join(sys.argv)
     print(f"\n{machine_line(findings)}")
     for table in tables(findings):
         print(f"\n{as_text(table)}")
-    path = RESULTS / ("quick.json" if options.quick else "bench.json")
+    path = options.results / (f"{'quick' if options.quick else 'bench'}.json" if options.is_whole else "part.json")
+    command = _command(options, arguments)
     write_json(path, summary(findings, results, command))
     if options.write_docs:
         write_docs(findings, command)
     print(f"\n{time.monotonic() - started:.0f} s; everything is in {path}\n")
     print(last_line(findings.figures()))
+
+
+def _run_all(jobs: Sequence[Job], options: argparse.Namespace) -> list[dict[str, Any]]:
+    results = []
+    try:
+        for index, job in enumerate(jobs):
+            print(f"[{index + 1}/{len(jobs)}] {job.title}: ", end="", flush=True)
+            results.append(run(job, options.results, options.fresh))
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted; the same command without --fresh goes on where it stopped")
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"\nthe job failed with exit code {error.returncode}; the same command without --fresh tries it again")
+    return results
+
+
+def _command(options: argparse.Namespace, arguments: Sequence[str] | None) -> str:
+    if options.is_whole:
+        return "make bench-quick" if options.quick else "make bench"
+    return f"python -m benchmarks.train {shlex.join(sys.argv[1:] if arguments is None else arguments)}"
 
 
 def summary(findings: Findings, results: Sequence[dict[str, Any]], command: str) -> dict[str, Any]:

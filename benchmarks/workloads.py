@@ -222,3 +222,9 @@ WORKLOADS = {
     )
 }
 """The nine rows by name, in the order of the tables."""
+
+MEMORY_ROWS = ("mlp-2048-128", "gpt-6-512")
+"""Rows whose peak of memory is measured."""
+
+MALLOC_ROWS = ("mlp-2048-128",)
+"""Rows that are measured with malloc's default thresholds, too, because those make a difference there."""
