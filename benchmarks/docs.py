@@ -38,4 +38,4 @@ def _block(findings: Findings, command: str) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     head = f"{datetime.date.today():%d %B %Y}, `{command}`, {about['processor']}, {about['cores']} cores, {versions}."
     parts = [head, machine_line(findings), *map(as_markdown, tables(findings)), f"`{last_line(findings.figures())}`"]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(parts)

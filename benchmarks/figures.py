@@ -118,16 +118,17 @@ class RowTimes:
         calls = self._clocked(self._result["grad_stats"])
         return {dtype: ratio(times, self.times[self.base]).value for dtype, times in calls.items()}
 
-    def bound_ms(self, machine: Mapping[str, float] | None) -> float | None:
+    def bound_ms(self, machine: Mapping[str, float] | None, is_int8: bool = False) -> float | None:
         """Milliseconds below which no step goes: products, bytes of the optimizer's step, the Trainer's loop.
 
         Args:
             machine: What the machine does at best, with as many threads.
+            is_int8: Forward and input gradients are taken in int8, which is two thirds of the products.
         """
         if machine is None or "work" not in self._result:
             return None
         loop_ms = machine["loop_ms"] if self._result["job"]["kind"] == "trainer" else 0.0
-        return bound_ms(self._result["work"], machine) + loop_ms
+        return bound_ms(self._result["work"], machine, is_int8) + loop_ms
 
 
 class Findings:
@@ -195,6 +196,10 @@ class Findings:
             arm: Name of the arm.
         """
         return [result["over_bytes"] for result in self.of("memory", row=row) if result["job"]["arms"] == [arm]]
+
+    def load(self) -> float:
+        """Largest load average at the end of a job; with nothing else on the machine it is about the threads."""
+        return max((result.get("load") or 0.0 for result in self._results), default=0.0)
 
     def figures(self) -> Figures:
         """Everything that a target may be set for: one thread, processor time, real Trainer."""

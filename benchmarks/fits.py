@@ -15,6 +15,9 @@ from benchmarks.arms import Arm
 from benchmarks.turns import Lap, Run, time_calls
 from benchmarks.workloads import Trained, Workload
 
+WARM_STEPS = 3
+"""At least so many steps do not count: optimizers make their state in the first, autoprec tries a new map."""
+
 
 class Batches(Dataset[tuple[Tensor, ...]]):
     """Batches made beforehand; asking for one is where a run hands over its turn.
@@ -119,7 +122,8 @@ def measure_fits(
         gradients' dtype, ``final_loss`` and ``formats`` of each arm.
     """
     batches = workload.make_batches()
-    fits = [Fit(workload, arm, batches, steps * (rounds + 1) + 1) for arm in arms]
+    warm = max(steps, WARM_STEPS)
+    fits = [Fit(workload, arm, batches, warm + steps * rounds + 1) for arm in arms]
     probes = _grad_stats_calls(fits[0].module)
     laps: dict[str, list[Lap]] = {arm.name: [] for arm in arms}
     stats: dict[str, list[Lap]] = {name: [] for name in probes}
@@ -129,7 +133,9 @@ def measure_fits(
             started.append(fit)
             fit.run.start()
         for index in range(rounds + 1):
-            found = {fit.arm.name: fit.run.take(steps) for fit in (fits if index % 2 else reversed(fits))}
+            found = {
+                fit.arm.name: fit.run.take(steps if index else warm) for fit in (fits if index % 2 else reversed(fits))
+            }
             calls = {name: time_calls(probe, max(2, steps)) for name, probe in probes.items()}
             if index:
                 append(laps, found)

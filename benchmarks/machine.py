@@ -94,12 +94,16 @@ def _causal(query: Any) -> int:
     return int(2 * batch * heads * time * time * width)  # half of two full products
 
 
-def bound_ms(work: Mapping[str, float], machine: Mapping[str, float]) -> float:
-    """Returns the milliseconds below which no bf16 step can go on this machine.
+def bound_ms(work: Mapping[str, float], machine: Mapping[str, float], is_int8: bool = False) -> float:
+    """Returns the milliseconds below which no step can go on this machine.
 
     Args:
         work: What :func:`work_of` returned.
         machine: What :func:`measure_machine` returned.
+        is_int8: Two of three products are taken in int8, else all in bf16.
     """
-    rate = max(machine["read_gbs"], machine["copy_gbs"])
-    return work["flops"] / machine["bf16_gflops"] / 1e6 + BYTES_PER_PARAMETER * work["parameters"] / rate / 1e6
+    memory_gbs = max(machine["read_gbs"], machine["copy_gbs"])
+    seconds_per_gflop = 1 / machine["bf16_gflops"]
+    if is_int8:
+        seconds_per_gflop = (1 / machine["bf16_gflops"] + 2 / machine["int8_gops"]) / 3
+    return work["flops"] * seconds_per_gflop / 1e6 + BYTES_PER_PARAMETER * work["parameters"] / memory_gbs / 1e6

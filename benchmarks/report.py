@@ -185,16 +185,17 @@ def _short(value: float) -> str:
 
 
 def machine_line(findings: Findings) -> str:
-    """What the machine does at best, in a sentence; empty where that was not measured.
+    """What the machine does at best, if that was measured, and what load it had.
 
     Args:
         findings: What was measured.
     """
+    load = f"Load average up to {findings.load():.1f}."
     machine = findings.machine()
     if machine is None:
-        return ""
+        return load
     return (
         f"One core at best: {machine['bf16_gflops']:.0f} Gflop/s bf16, {machine['int8_gops']:.0f} Gop/s int8,"
         f" {machine['read_gbs']:.0f} GB/s read, {machine['copy_gbs']:.0f} GB/s copied;"
-        f" Lightning's loop alone takes {machine['loop_ms']:.2f} ms."
+        f" Lightning's loop alone takes {machine['loop_ms']:.2f} ms. {load}"
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from benchmarks.figures import Figures, Findings
+from benchmarks.figures import Figures, Findings, RowTimes
 from benchmarks.machine import BYTES_PER_PARAMETER
 
 
@@ -116,26 +116,38 @@ def bound_of(findings: Findings, verdict: Verdict) -> str:
         findings: What was measured.
         verdict: A missed target.
     """
-    kind, machine = verdict.target.figure, findings.machine()
+    machine = findings.machine()
     if machine is None:
         return ""
-    if kind in ("vs_amp_clip", "vs_amp_fused"):
-        for row in findings.steps():
-            bound = row.bound_ms(machine)
-            if row.name == verdict.row and bound is not None:
-                over = row.median_ms(kind.removeprefix("vs_"))
-                return f"bound {bound:.2f} ms of {over:.2f} ms: {over / bound:.2f} at most"
-    rate = max(machine["read_gbs"], machine["copy_gbs"])
+    rows = {row.name: row for row in findings.steps()}
+    if verdict.row in rows:
+        return _step_bound(rows[verdict.row], machine, verdict.target.figure)
+    return _kernel_bound(findings, machine, verdict)
+
+
+def _step_bound(row: RowTimes, machine: Mapping[str, float], figure: str) -> str:
+    over = {
+        "vs_amp_clip": "amp_clip",
+        "vs_amp_fused": "amp_fused",
+        "vs_best_static": min(row.static, key=row.median_ms, default=""),
+        "int8_vs_ours": "ours",
+    }.get(figure)
+    bound = row.bound_ms(machine, is_int8=figure == "int8_vs_ours")
+    if over is None or bound is None:
+        return ""
+    return f"bound {bound:.2f} ms, {over} {row.median_ms(over):.2f} ms: {row.median_ms(over) / bound:.2f} at most"
+
+
+def _kernel_bound(findings: Findings, machine: Mapping[str, float], verdict: Verdict) -> str:
     worst = _worst_kernel_row(findings, verdict)
-    if worst is not None and kind == "fused_step_vs_torch":
+    if worst is None:
+        return ""
+    if verdict.target.figure == "fused_step_vs_torch":
+        rate = max(machine["read_gbs"], machine["copy_gbs"])
         bound = BYTES_PER_PARAMETER * worst["M"] / rate
         return f"{worst['row']}: {bound:.2f} ms at {rate:.0f} GB/s: {worst['torch ms'] / bound:.2f} at most"
-    if worst is not None and kind == "grad_stats_vs_clip":
-        bound = worst["MB"] / machine["read_gbs"] * 1e3
-        return (
-            f"{worst['row']}: {bound:.0f} us at {machine['read_gbs']:.0f} GB/s: {bound / worst['clip us']:.2f} at best"
-        )
-    return ""
+    bound = worst["MB"] / machine["read_gbs"] * 1e3
+    return f"{worst['row']}: {bound:.0f} us at {machine['read_gbs']:.0f} GB/s: {bound / worst['clip us']:.2f} at best"
 
 
 def _worst_kernel_row(findings: Findings, verdict: Verdict) -> dict[str, float] | None:

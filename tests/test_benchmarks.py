@@ -223,6 +223,7 @@ def test_work_is_counted() -> None:
     linear = 3 * 2 * 16 * (64 * 64 * 12 + 64 * 16)
     assert work_of(TINY_GPT)["flops"] == attention + linear
     assert bound_ms({"flops": 1e9, "parameters": 1e6}, MACHINE) == pytest.approx(10 + 1.5)
+    assert bound_ms({"flops": 3e9, "parameters": 1e6}, MACHINE, is_int8=True) == pytest.approx(10 + 20 / 2 + 1.5)
 
 
 # ---- figures ----
@@ -267,7 +268,7 @@ def test_targets_stand_beside_figures() -> None:
     assert verdicts["rss_ratio", "gpt-6-512"].is_met
     missed = verdicts["vs_amp_clip", "mlp-2048-128"]
     assert not missed.is_met
-    assert re.fullmatch(r"bound 0\.50 ms of 3\.00 ms: \d\.\d\d at most", missed.bound)
+    assert re.fullmatch(r"bound 0\.50 ms, amp_clip 3\.00 ms: \d\.\d\d at most", missed.bound)
 
 
 def test_a_target_is_met_as_it_is_shown() -> None:
