@@ -22,6 +22,7 @@ from benchmarks.fits import measure_fits
 from benchmarks.machine import measure_machine, work_of
 from benchmarks.memory import measure_memory
 from benchmarks.ops import MODEL_SHAPES, ROW_TABLES
+from benchmarks.setups import in_setups
 from benchmarks.store import Job, write_json
 from benchmarks.workloads import WORKLOADS
 
@@ -38,14 +39,17 @@ def _quieten_lightning() -> None:
 
 
 def _trainer(job: Job) -> dict[str, Any]:
-    workload = WORKLOADS[job.row]
-    found = measure_fits(workload, _arms(job), job.rounds, job.steps or workload.steps, _dot)
-    return {**found, "work": work_of(workload)}
+    return _steps(job, measure_fits)
 
 
 def _bare(job: Job) -> dict[str, Any]:
+    return _steps(job, measure_bare)
+
+
+def _steps(job: Job, measure: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     workload = WORKLOADS[job.row]
-    found = measure_bare(workload, _arms(job), job.rounds, job.steps or workload.steps, _dot)
+    steps = job.steps or workload.steps
+    found = in_setups(lambda arms, rounds: measure(workload, arms, rounds, steps, _dot), _arms(job), job.rounds)
     return {**found, "work": work_of(workload)}
 
 
@@ -67,7 +71,7 @@ def _arms(job: Job) -> list[Arm]:
 
 
 def _dot(index: int) -> None:
-    print("." if index else "warm ", end="", flush=True)
+    print("." if index else "|", end="", flush=True)  # the bar is a new set-up
 
 
 KINDS: dict[str, Callable[[Job], dict[str, Any]]] = {

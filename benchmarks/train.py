@@ -32,7 +32,7 @@ from benchmarks.store import RESULTS, ROOT, Job, circumstances, read_json, write
 from benchmarks.targets import judge
 from benchmarks.workloads import MALLOC_ROWS, MEMORY_ROWS, WORKLOADS
 
-ROUNDS, QUICK_ROUNDS = 21, 7
+ROUNDS, QUICK_ROUNDS = 21, 6
 MEMORY_RUNS, QUICK_MEMORY_RUNS = 5, 1
 MEMORY_ARMS = ("amp_clip", "ours")
 KINDS = ("machine", "trainer", "bare", "grad_stats", "step", "memory")

@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from benchmarks import docs, store, train
-from benchmarks.arms import ARMS
+from benchmarks.arms import ARMS, Arm
 from benchmarks.bare import HAND, measure_bare
 from benchmarks.figures import Findings, RowTimes, last_line, ratio
 from benchmarks.fits import Fit, measure_fits
 from benchmarks.machine import bound_ms, work_of
 from benchmarks.ops import ROWS
 from benchmarks.report import as_markdown, as_text, tables
+from benchmarks.setups import in_setups
 from benchmarks.store import Job
 from benchmarks.targets import TARGETS, Target, judge
 from benchmarks.turns import Run
@@ -185,6 +187,20 @@ def test_loops_by_hand_train_alike(workload: Workload, monkeypatch: pytest.Monke
     assert curves.shape == (len(found["laps"]), 8)
     fallen = curves[:, 0] - curves[:, -1]  # the last batch is another, but all arms see the same
     assert (curves - curves[0]).abs().max() < 0.1 * max(fallen.abs().max(), torch.tensor(0.1))
+
+
+def test_a_row_is_set_up_again_after_some_rounds() -> None:
+    made: list[tuple[list[str], int]] = []
+
+    def measure(arms: Sequence[Arm], rounds: int) -> dict[str, Any]:
+        made.append(([arm.name for arm in arms], rounds))
+        return {"laps": {arm.name: [len(made)] * rounds for arm in arms}, "final_loss": len(made)}
+
+    arms = [ARMS["amp_clip"], ARMS["fp32"]]
+    found = in_setups(measure, arms, 8)
+    assert made == [(["amp_clip", "fp32"], 3), (["fp32", "amp_clip"], 3), (["amp_clip", "fp32"], 2)]
+    rounds = [1, 1, 1, 2, 2, 2, 3, 3]
+    assert found == {"laps": {"amp_clip": rounds, "fp32": rounds}, "final_loss": 1}
 
 
 def test_rows_have_the_gradients_of_the_kernel_tables() -> None:
@@ -391,7 +407,7 @@ def test_jobs_in_processes_of_their_own(tmp_path: Path, capfd: pytest.CaptureFix
     options = ["--rows", "mlp-128-64", "--arms", "amp_clip", "ours", "--rounds", "2", "--steps", "1", "--threads", "1"]
     train.main([*options, "--only", "trainer", "--results", str(tmp_path)])
     out = capfd.readouterr().out.splitlines()
-    assert out[0].startswith("[1/1] trainer mlp-128-64, 1 thread: warm ..")
+    assert out[0].startswith("[1/1] trainer mlp-128-64, 1 thread: |..")
     assert LAST_LINE.fullmatch(out[-1])
     (result,) = json.loads((tmp_path / "part.json").read_text())["results"]
     assert set(result) >= {"job", "load", "laps", "grad_stats", "final_loss", "formats", "work"}
