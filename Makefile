@@ -7,7 +7,8 @@ STAMPS := build/stamps
 KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(KERNELS)
 
-.PHONY: demo test slow lint types imports check sanitize triton-aot zoo range-lowest range-newest range check-all clean
+.PHONY: demo test slow lint types imports check bench bench-quick sanitize triton-aot zoo range-lowest range-newest range \
+	check-all clean
 
 demo: $(READY)
 	$(BIN)/autoprec demo
@@ -29,6 +30,13 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 check: lint types imports test
+
+# started again after an interruption, it measures only what is missing; `python -m benchmarks.train --help` has options
+bench: $(READY)
+	$(BIN)/python -m benchmarks.train
+
+bench-quick: $(READY)
+	$(BIN)/python -m benchmarks.train --quick
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py

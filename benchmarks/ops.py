@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec import ops
-from benchmarks.timing import measure
+from benchmarks.timing import measure, plain_reads
 
 Shapes = list[tuple[int, ...]]
 
@@ -48,6 +49,12 @@ ROWS: dict[str, Shapes] = {
     "cnn-32": cnn(32),
     "50M": [(50_000_000,)],
 }
+
+OUT_OF_CACHE_MB = 64.0
+"""Gradients of that size come from memory: the last cache of a core is smaller."""
+
+MODEL_SHAPES = [name for name in ROWS if name != "50M"]
+"""The rows that are gradients of a model."""
 
 
 def adam_of(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -111,52 +118,72 @@ def our_step(
 Row = dict[str, float | str]
 
 
-def stats_rows(rounds: int) -> Iterator[Row]:
+def stats_row(name: str, rounds: int) -> Row:
     """grad_stats against torch's clipping, which it replaces."""
-    for name, shapes in ROWS.items():
-        params = [nn.Parameter(torch.empty(shape)) for shape in shapes]
-        for param in params:
-            param.grad = torch.randn_like(param) * 1e-6
-        wide = [param.grad for param in params if param.grad is not None]
-        half = [grad.bfloat16() for grad in wide]
-        limits = [1e-7] * len(wide)
-        timing = measure(
-            {
-                "clip_grad_norm_": lambda params=params: nn.utils.clip_grad_norm_(params, 1.0),  # type: ignore[misc]
-                "fp32": lambda wide=wide: float(ops.grad_stats(wide).total_norm),  # type: ignore[misc]
-                "bf16": lambda half=half: float(ops.grad_stats(half).total_norm),  # type: ignore[misc]
-                "all": lambda wide=wide, limits=limits: ops.grad_stats(wide, limits, limits),  # type: ignore[misc]
-            },
-            rounds=rounds,
-        )
-        us = timing.median("fp32") * 1e6
-        ratios = {f"{kind} vs clip": timing.ratio(kind, "clip_grad_norm_") for kind in ("fp32", "bf16", "all")}
-        gb = sum(g.numel() for g in wide) * 4 / timing.median("fp32") / 1e9
-        yield {"table": "grad_stats", "row": name, "fp32 us": us, "GB/s": gb, **ratios}
+    shapes = ROWS[name]
+    params = [nn.Parameter(torch.empty(shape)) for shape in shapes]
+    for param in params:
+        param.grad = torch.randn_like(param) * 1e-6
+    wide = [param.grad for param in params if param.grad is not None]
+    half = [grad.bfloat16() for grad in wide]
+    limits = [1e-7] * len(wide)
+    mb = sum(g.nbytes for g in wide) / 1e6
+    reads = plain_reads(torch.zeros(int(mb * 250_000))) if mb > OUT_OF_CACHE_MB else {}
+    timing = measure(
+        {
+            "clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(params, 1.0),
+            "fp32": lambda: float(ops.grad_stats(wide).total_norm),
+            "bf16": lambda: float(ops.grad_stats(half).total_norm),
+            "all": lambda: ops.grad_stats(wide, limits, limits),
+            **reads,
+        },
+        rounds=rounds,
+    )
+    us, clip_us = timing.median("fp32") * 1e6, timing.median("clip_grad_norm_") * 1e6
+    ratios = {f"{kind} vs clip": timing.ratio(kind, "clip_grad_norm_") for kind in ("fp32", "bf16", "all")}
+    of_bandwidth = {"of bandwidth": min(timing.ratio(name, "fp32") for name in reads)} if reads else {}
+    return {
+        "table": "grad_stats",
+        "row": name,
+        "MB": mb,
+        "clip us": clip_us,
+        "fp32 us": us,
+        "GB/s": mb / us * 1e3,
+        **ratios,
+        **of_bandwidth,
+    }
 
 
-def step_rows(rounds: int) -> Iterator[Row]:
+def step_row(name: str, rounds: int) -> Row:
     """One whole step, like for like, and bare AdamW; speed-ups over torch."""
-    for name, shapes in ROWS.items():
-        timing = measure(
-            {
-                "torch": torch_step(shapes, True, "fresh"),
-                "torch kept": torch_step(shapes, True, "kept"),
-                "bf16 grads": our_step(shapes, torch.bfloat16, True, "bf16", torch.float32),
-                "fp32 grads": our_step(shapes, torch.float32, True, "bf16", torch.float32),
-                "v bf16": our_step(shapes, torch.bfloat16, True, "bf16", torch.bfloat16),
-                "int8 copies": our_step(shapes, torch.bfloat16, True, "int8", torch.float32),
-                "torch bare": torch_step(shapes, False, None),
-                "bare": our_step(shapes, torch.float32, False, None, torch.float32),
-            },
-            rounds=rounds,
-        )
-        kinds = ("bf16 grads", "fp32 grads", "v bf16", "int8 copies")
-        gains = {kind: 1 / timing.ratio(kind, "torch") for kind in kinds}
-        kept = 1 / timing.ratio("bf16 grads", "torch kept")
-        bare = 1 / timing.ratio("bare", "torch bare")
-        ms = timing.median("bf16 grads") * 1e3
-        yield {"table": "step", "row": name, "ms": ms, **gains, "vs kept copies": kept, "bare AdamW": bare}
+    shapes = ROWS[name]
+    timing = measure(
+        {
+            "torch": torch_step(shapes, True, "fresh"),
+            "torch kept": torch_step(shapes, True, "kept"),
+            "bf16 grads": our_step(shapes, torch.bfloat16, True, "bf16", torch.float32),
+            "fp32 grads": our_step(shapes, torch.float32, True, "bf16", torch.float32),
+            "v bf16": our_step(shapes, torch.bfloat16, True, "bf16", torch.bfloat16),
+            "int8 copies": our_step(shapes, torch.bfloat16, True, "int8", torch.float32),
+            "torch bare": torch_step(shapes, False, None),
+            "bare": our_step(shapes, torch.float32, False, None, torch.float32),
+        },
+        rounds=rounds,
+    )
+    kinds = ("bf16 grads", "fp32 grads", "v bf16", "int8 copies")
+    gains = {kind: 1 / timing.ratio(kind, "torch") for kind in kinds}
+    kept = 1 / timing.ratio("bf16 grads", "torch kept")
+    bare = 1 / timing.ratio("bare", "torch bare")
+    return {
+        "table": "step",
+        "row": name,
+        "M": sum(math.prod(shape) for shape in shapes) / 1e6,
+        "torch ms": timing.median("torch") * 1e3,
+        "ms": timing.median("bf16 grads") * 1e3,
+        **gains,
+        "vs kept copies": kept,
+        "bare AdamW": bare,
+    }
 
 
 def int8_rows(rounds: int) -> Iterator[Row]:
@@ -199,7 +226,19 @@ def overhead_rows(rounds: int) -> Iterator[Row]:
         }
 
 
-TABLES = {"grad_stats": stats_rows, "step": step_rows, "int8": int8_rows, "overhead": overhead_rows}
+ROW_TABLES: dict[str, Callable[[str, int], Row]] = {"grad_stats": stats_row, "step": step_row}
+"""Tables over :data:`ROWS`: a row from its name and the number of rounds."""
+
+
+def over_rows(row: Callable[[str, int], Row]) -> Callable[[int], Iterator[Row]]:
+    return lambda rounds: (row(name, rounds) for name in ROWS)
+
+
+TABLES: dict[str, Callable[[int], Iterator[Row]]] = {
+    **{name: over_rows(row) for name, row in ROW_TABLES.items()},
+    "int8": int8_rows,
+    "overhead": overhead_rows,
+}
 
 
 def show(row: Row) -> None:

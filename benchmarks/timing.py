@@ -6,12 +6,14 @@ time. The order of the variants is reversed in every other round.
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,21 @@ def measure(variants: Mapping[str, Callable[[], object]], *, rounds: int = 9, se
             found[name].append((clock() - start) / count)
         order.reverse()
     return Timing(found)
+
+
+def plain_reads(memory: Tensor) -> dict[str, Callable[[], object]]:
+    """Returns ways of reading memory that do next to nothing else; the fastest tells the bandwidth.
+
+    Args:
+        memory: Zeros, float32, contiguous.
+    """
+    calls: dict[str, Callable[[], object]] = {"sum": memory.sum, "dot": lambda: torch.dot(memory, memory)}
+    search = getattr(ctypes.CDLL(None), "memchr", None)
+    if search is not None:
+        search.argtypes, search.restype = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t], ctypes.c_void_p
+        # there is no byte but 0, so that looking for 1 reads everything
+        calls["memchr"] = lambda: search(memory.data_ptr(), 1, memory.nbytes)
+    return calls
 
 
 def _calls_for(call: Callable[[], object], seconds: float) -> int:

@@ -1,0 +1,114 @@
+"""Jobs of the whole-step benchmark and the files that keep their results, so that an interrupted run goes on.
+
+A job's file name holds a digest of everything that its figures depend on: what was asked for, the versions, the
+processor, and the source of autoprec and of the benchmark. A change of any of them makes the job due again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autoprec.demo.machine import processor_name, version
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one child process measures.
+
+    Args:
+        kind: ``machine``, ``trainer``, ``bare``, ``grad_stats``, ``step`` or ``memory``.
+        row: Name of a workload, or of a row of ``benchmarks.ops``.
+        threads: Threads for one operation.
+        rounds: Rounds that count.
+        arms: Arms that take turns.
+        steps: Steps of one turn, 0 for those of the row.
+        repeat: Tells equal jobs apart.
+        malloc: ``fixed`` thresholds, or the ``default`` of the C library.
+    """
+
+    kind: str
+    row: str
+    threads: int = 1
+    rounds: int = 1
+    arms: tuple[str, ...] = ()
+    steps: int = 0
+    repeat: int = 0
+    malloc: str = "fixed"
+
+    @property
+    def title(self) -> str:
+        """Short text for progress."""
+        arm = f" {self.arms[0]} #{self.repeat + 1}" if self.kind == "memory" else ""
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        malloc = "" if self.malloc == "fixed" or arm else ", default malloc"
+        return f"{self.kind} {self.row}{arm}, {threads}{malloc}"
+
+    def path(self, folder: Path) -> Path:
+        """The file of its result.
+
+        Args:
+            folder: Where results are.
+        """
+        text = json.dumps([asdict(self), circumstances()], sort_keys=True)
+        parts = [self.kind, self.row, *(self.arms if self.kind == "memory" else ()), f"{self.threads}t"]
+        return folder / f"{'-'.join(parts)}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+
+
+@functools.cache
+def circumstances() -> dict[str, Any]:
+    """Returns what every figure depends on besides its job."""
+    return {
+        "versions": {name: version(name) for name in ("torch", "lightning", "numpy")},
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "source": source_digest(ROOT),
+        "isa": os.environ.get("AUTOPREC_ISA", ""),
+    }
+
+
+def source_digest(root: Path) -> str:
+    """Returns a digest of the source files of autoprec and of the benchmark.
+
+    Args:
+        root: A checkout.
+    """
+    digest = hashlib.sha256()
+    folders = (root / "autoprec", root / "autoprec/ops/csrc", root / "benchmarks")
+    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".c", ".h")]
+    for file in sorted(set(files)):
+        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file whole or not at all.
+
+    Args:
+        path: File to write. Its folder is made if it does not exist.
+        value: What JSON can hold.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.part")
+    partial.write_text(json.dumps(value, indent=1))
+    partial.replace(path)
+
+
+def read_json(path: Path) -> Any | None:
+    """Returns what a file holds, ``None`` where there is none or it is damaged.
+
+    Args:
+        path: File to read.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
