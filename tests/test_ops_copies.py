@@ -62,8 +62,8 @@ def test_copies_written_by_a_step(threads: int, format_name: str) -> None:
 
 
 def test_copies_that_go_past_the_caches(isa: str) -> None:
-    """From 2**22 elements on, copies whose chunks are aligned are not kept in the caches."""
-    weights = [torch.randn(2**22 + 5), torch.randn(70_001)]
+    """From 2**21 elements on, copies whose chunks are aligned are not kept in the caches."""
+    weights = [torch.randn(2**21 + 5), torch.randn(70_001)]
     copies = [poisoned(weight, "bf16") for weight in weights]
     copies[1] = ops.WeightCopy("bf16", unaligned(copies[1].values))
     grads = [torch.randn_like(weight).bfloat16() for weight in weights]

@@ -10,8 +10,8 @@
 /* The same where rows are quantised: more of them, so that the maxima of columns are merged less often. */
 #define ROWS_CHUNK (4 * CHUNK)
 
-/* Elements of a step that moves more memory than caches hold: copies are gone before anybody reads them. */
-#define STREAM_FROM (INT64_C(1) << 22)
+/* Elements of a step that moves twice what caches hold: most copies are gone before anybody reads them. */
+#define STREAM_FROM (INT64_C(1) << 21)
 
 typedef struct step_job step_job;
 /* moves a part of a parameter; scalars belong to the thread */
