@@ -86,8 +86,9 @@ class Reading:
         return None
 
     def _callees(self, function: FunctionType, names: set[str]) -> Iterator[Any]:
-        for cell in function.__closure__ or ():
-            yield getattr(cell, "cell_contents", None)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__":  # of `super()`, whose methods are found by name
+                yield getattr(cell, "cell_contents", None)
         for name in names:
             yield from self._attributes.get(name, ())
             value = function.__globals__.get(name)

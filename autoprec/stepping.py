@@ -72,6 +72,7 @@ class Stepping:
         self.onlooker = onlooker(root, callbacks, (trainer.strategy, getattr(plugin, "base", plugin)))
         is_fused = steering.config.fused_step and "precision" not in knobs.masked
         self._fused = {id(each): FusedStep(each) for each in optimizers if is_fused and is_fusible(each)}
+        self._optimizers = list(optimizers)
         self._fast_path: FastPath | None = None
         if self._fused and self.onlooker is None and steering.is_automatic:
             fused = self._fused[id(optimizers[0])]
@@ -99,6 +100,8 @@ class Stepping:
         steering = self._steering
         if self._fast_path is None or steering.trial is not None or steering.is_compiled:
             return False
+        if any(map(has_step_hooks, self._optimizers)):
+            self._fast_path.distrust()  # they may have written weights
         return self._fast_path.hand_out()
 
     def begin_evaluation(self) -> None:

@@ -80,6 +80,7 @@ def run(
     config: AutoPrecisionConfig | None = None,
     callbacks: Sequence[Callback] = (),
     data: Any = None,
+    validates: bool = False,
     fit: Mapping[str, Any] | None = None,
     ap: Mapping[str, Any] | None = None,
     **trainer_options: Any,
@@ -90,7 +91,7 @@ def run(
     options = {"max_epochs": 2, **trainer_options}
     trainer = quiet(callbacks=[callback, *callbacks, *extra], **options)
     with counted() as counts:
-        trainer.fit(module, loader() if data is None else data, **(fit or {}))
+        trainer.fit(module, loader() if data is None else data, loader(16) if validates else None, **(fit or {}))
     assert callback.steering is not None
     return Run(
         trainer,
