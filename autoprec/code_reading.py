@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -72,7 +72,7 @@ class Reading:
             names: Names to look for, with what they stand for.
         """
         seen: set[CodeType] = set()
-        pending = [function for start in starts for function in _functions_of(start)]
+        pending = [function for start in starts for function in _functions_of(start, ())]
         while pending:
             function = pending.pop()
             if function.__code__ in seen or is_known_function(function):
@@ -82,7 +82,8 @@ class Reading:
             found = next((name for name in sorted(names) if name in mentioned), None)
             if found is not None:
                 return f"`{function.__qualname__}`, which mentions `.{found}` ({names[found]})"
-            pending += [callee for value in self._callees(function, mentioned) for callee in _functions_of(value)]
+            for value in self._callees(function, mentioned):
+                pending += _functions_of(value, mentioned)
         return None
 
     def _callees(self, function: FunctionType, names: set[str]) -> Iterator[Any]:
@@ -90,20 +91,28 @@ class Reading:
             if name != "__class__":  # of `super()`, whose methods are found by name
                 yield getattr(cell, "cell_contents", None)
         for name in names:
-            yield from self._attributes.get(name, ())
+            if not _is_special(name):  # `super().__init__` is not that of every module
+                yield from self._attributes.get(name, ())
             value = function.__globals__.get(name)
             if isinstance(value, ModuleType) and not is_known(value.__name__):
                 yield from (vars(value).get(other) for other in names)
             yield value
 
 
-def _functions_of(value: Any) -> list[FunctionType]:
-    """What may run when a value is called or used: the function itself, or all methods of an object's class."""
+def _functions_of(value: Any, names: Container[str]) -> list[FunctionType]:
+    """What may run where a value is used: the function itself, or named and special methods of an object's class."""
     functions = list(unwrapped(value))
     if functions or not _is_worth_following(value):
         return functions
     bases = _own_bases(value if isinstance(value, type) else type(value))
-    return [function for base in bases for each in vars(base).values() for function in unwrapped(each)]
+    methods = [item for base in bases for item in vars(base).items()]
+    return [
+        function for name, method in methods if name in names or _is_special(name) for function in unwrapped(method)
+    ]
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 def _own_bases(cls: type) -> list[type]:

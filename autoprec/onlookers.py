@@ -90,7 +90,8 @@ def runs_between_steps(root: pl.LightningModule, callbacks: Sequence[pl.Callback
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks of an optimizer, or of all optimizers, may look at gradients before or after its step."""
     own = bool(optimizer._optimizer_step_pre_hooks) or bool(optimizer._optimizer_step_post_hooks)
-    return own or bool(torch_optimizer._global_optimizer_post_hooks)
+    before = torch_optimizer._global_optimizer_pre_hooks.values()  # one of them is the plugin's guard
+    return own or bool(torch_optimizer._global_optimizer_post_hooks) or any(map(_is_foreign, before))
 
 
 def _owners(root: pl.LightningModule, callbacks: Sequence[pl.Callback]) -> list[tuple[Any, type]]:
@@ -102,9 +103,13 @@ def _overrides(owner: Any, plain: type, names: Sequence[str]) -> Iterator[str]:
         found, original = getattr(owner, name, None), getattr(plain, name, None)
         if found is None or getattr(found, "__func__", found) is original:
             continue
-        layers = list(unwrapped(found))
-        if not layers or not all(map(is_known_function, layers)):
+        if _is_foreign(found):
             yield name
+
+
+def _is_foreign(hook: Any) -> bool:
+    layers = list(unwrapped(hook))
+    return not layers or not all(map(is_known_function, layers))
 
 
 def _steps(root: nn.Module) -> Iterator[Any]:
