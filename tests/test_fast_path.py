@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -143,7 +144,7 @@ def test_accumulation(batches: int) -> None:
 )
 def test_clipping_by_norm(options: dict[str, Any]) -> None:
     private, _ = assert_private_is_the_same(lambda: Plain(adamw), **options)
-    assert any(private.telemetry["clipped"]) if "clipped" in private.telemetry else True
+    assert any(private.telemetry["clipped"])
 
 
 def test_clipping_by_value_needs_the_gradients() -> None:
@@ -733,3 +734,39 @@ def test_a_trainer_without_the_callback_is_not_touched() -> None:
     module = Plain(adamw)
     trainer.fit(module, StatefulLoader())
     assert "_init_group" not in vars(trainer.optimizers[0])
+
+
+def own_step(self: Optimizer, closure: Callable[[], Any]) -> Any:
+    result = closure()
+    for parameter in self.param_groups[0]["params"]:
+        parameter.detach().add_(attrgetter("grad")(parameter), alpha=-0.01)  # by a name that nobody finds
+    return result
+
+
+def replace_step(module: Any) -> None:
+    optimizer = module.trainer.optimizers[0]
+    optimizer.step = MethodType(own_step, optimizer)
+
+
+def test_a_step_that_is_replaced_in_mid_run_finds_its_gradients() -> None:
+    assert_private_is_the_same(lambda: Plain(adamw), callbacks=lambda: [At(6, replace_step)])
+
+
+class GivesGradient(Callback):
+    """A hook gives a gradient to a parameter that got none from the backward."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
+        pl_module.spare.grad = torch.ones(3)
+
+
+class WithSpare(Plain):
+    def __init__(self) -> None:
+        super().__init__(OPTIMIZERS["sgd"])
+        self.spare = nn.Parameter(torch.zeros(3))
+
+
+def test_a_gradient_that_a_hook_gives_is_used() -> None:
+    found = run(WithSpare(), callbacks=[GivesGradient()], max_epochs=1)
+    assert found.counts["groups by kernel"] == 8
+    module: Any = found.module
+    assert torch.allclose(module.spare.detach(), torch.full((3,), -8 * 0.05))

@@ -155,6 +155,7 @@ def test_evaluation_in_current_formats_reads_the_weights_themselves() -> None:
             validates=True,
             ap={"eval_precision": "current"},
             val_check_interval=3,
+            max_epochs=1,  # the last validation follows step 6
         )
         found.append(each.trainer.callback_metrics["val_loss"])
         assert looks_on or each.counts["on copies"] > 0
