@@ -21,8 +21,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from autoprec.fused import FusedStep
-from autoprec.gradient_table import GradientTable, is_observed
+from autoprec.fused import FusedStep, is_one_block
+from autoprec.gradient_table import GradientTable, is_observed, uses_of
 from autoprec.knobs import Knobs, steered_units
 from autoprec.layers import ModuleState
 from autoprec.ops import new_copy, prepare_sgd
@@ -63,6 +63,7 @@ class FastPath:
         self._samples = -1 if os.environ.get("AUTOPREC_CHECK", "0") not in ("", "0") else _SAMPLES
         self._has_found_stale = False
         self._candidates: list[_Layer] = []
+        self._uses: Counter[int] | None = None
         self._copies: _Copies | None = None
         self._made_for = -1
 
@@ -76,11 +77,13 @@ class FastPath:
         self.table.clear()
         if self._has_found_stale or not self._fused.taken:
             return False
-        if self._made_for != self._knobs.changes:
+        if self._made_for != self._knobs.changes or (self._candidates and self._uses is None):
             self._begin_to_count()
             return bool(self._candidates)
-        if self._candidates or not all(layer.is_intact for layer in self.layers):
-            self._choose([layer for layer in self._candidates or self.layers if layer.is_called_once])
+        if self._candidates:
+            self._choose([layer for layer in self._candidates if self._is_lone(layer)])
+        elif self._have_moved or not all(layer.is_intact for layer in self.layers):
+            self._choose(self.layers)
         if self._copies is None or not self._are_current(self._copies):
             return False
         handed = dict(zip(self._copies.keys, self.table.hand_out(*self._copies.pairs), strict=True))
@@ -88,13 +91,24 @@ class FastPath:
             layer.take(handed)
         return True
 
+    def look_at_graph(self, loss: Tensor) -> None:
+        """Called before the backward: finds out which gradients do not come from one call of one layer alone."""
+        if self._candidates:
+            self._uses = uses_of(loss)
+        for layer in self.layers:
+            if layer.calls > 1:
+                self.table.shared.update(map(id, layer.parameters))
+
     def take_back(self) -> None:
-        """Called after the backward: lets go of the graph."""
+        """Called after the backward: lets go of the graph, and of copies that a graph which is kept still needs."""
         for layer in self.layers:
             layer.weight_copy = layer.bias_copy = None
+        if self._copies is not None and self._copies.are_in_use:
+            self._choose(self.layers)
 
     def distrust(self) -> None:
         """Called where other code may have written weights: the copies are written anew before the next step."""
+        self.take_back()
         if self._copies is not None:
             self._copies.is_trusted = False
 
@@ -117,11 +131,9 @@ class FastPath:
     # ---- which layers ----
 
     def _begin_to_count(self) -> None:
-        """Lets one window pass in which it is counted how often each layer runs.
-
-        Gradients of several calls would be added up in low precision, where autocast adds them in float32.
-        """
+        """Lets one window pass in which it is counted how often each layer runs."""
         self._drop()
+        self._uses = None
         self._made_for = self._knobs.changes
         owners = Counter(id(p) for module in self._root.modules() for p in module._parameters.values() if p is not None)
         owned = {id(p) for p in self._fused.parameters()}
@@ -138,9 +150,18 @@ class FastPath:
         for layer in self._candidates:
             layer.state.override = layer.count
 
+    def _is_lone(self, layer: _Layer) -> bool:
+        """Whether a layer runs once in a step, and at most one gradient joins that of each of its parameters.
+
+        Gradients of several calls would be added up in low precision, where autocast adds them in float32, and three in
+        another order than autograd's.
+        """
+        assert self._uses is not None
+        return layer.calls == 1 and all(self._uses[id(parameter)] < 3 for parameter in layer.parameters)
+
     def _choose(self, layers: Sequence[_Layer]) -> None:
         self._drop()
-        self.layers = [layer for layer in layers if layer.is_intact]
+        self.layers = [layer for layer in layers if layer.is_intact and all(is_one_block(p) for p in layer.parameters)]
         for layer in self.layers:
             layer.state.override = layer.run
         if self.layers:
@@ -148,6 +169,10 @@ class FastPath:
             self._fused.copies = dict(zip(self._copies.keys, self._copies.copies, strict=True))
 
     # ---- whether copies are what their weights are ----
+
+    @property
+    def _have_moved(self) -> bool:
+        return self._copies is not None and self._copies.have_moved
 
     def _are_current(self, copies: _Copies) -> bool:
         if self._refreshes_always or not copies.are_unwritten:
@@ -174,20 +199,36 @@ class _Copies:
         self.pairs = self.parameters, [copy.values for copy in self.copies]
         self.is_trusted = False
         self._index = {key: index for index, key in enumerate(self.keys)}
+        self._addresses = list(map(Tensor.data_ptr, self.parameters))
+        self._storages = [copy.values.untyped_storage() for copy in self.copies]
+        self._owners = self._count_owners()
         self._keeper = prepare_sgd([parameter.detach() for parameter in self.parameters], None, self.copies)
-        self._marks: list[tuple[int, int]] = []
+        self._versions = [-1] * len(self.parameters)
         self._checks = 0
 
     @property
-    def are_unwritten(self) -> bool:
-        return self.is_trusted and self._marks == self._read()
+    def have_moved(self) -> bool:
+        """Whether ``.data`` of a parameter was replaced, maybe by a tensor that lies otherwise in memory."""
+        return self._addresses != list(map(Tensor.data_ptr, self.parameters))
 
-    def _read(self) -> list[tuple[int, int]]:
-        return [(parameter._version, parameter.data_ptr()) for parameter in self.parameters]
+    @property
+    def are_in_use(self) -> bool:
+        """Whether somebody keeps a tensor that shares the memory of a copy, which the next step would write."""
+        return self._owners != self._count_owners()
+
+    def _count_owners(self) -> list[int]:
+        return [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
+
+    @property
+    def are_unwritten(self) -> bool:
+        return self.is_trusted and self._versions == self._read()
+
+    def _read(self) -> list[int]:
+        return [parameter._version for parameter in self.parameters]
 
     def refresh(self) -> None:
         self._keeper.refresh()
-        self._marks, self.is_trusted = self._read(), True
+        self._versions, self.is_trusted = self._read(), True
 
     def first_stale(self, samples: int) -> Tensor | None:
         self._checks += 1
@@ -198,14 +239,14 @@ class _Copies:
         for key in keys:
             index = self._index.get(key)
             if index is not None:
-                parameter = self.parameters[index]
-                self._marks[index] = (parameter._version, parameter.data_ptr())
+                self._versions[index] = self.parameters[index]._version
 
 
 class _Layer:
     """One layer that may run on copies.
 
     Attributes:
+        calls: How often it ran in the current step; recomputations do not count.
         weight_copy: The weight for the current step, ``None`` while there is none.
         bias_copy: Its bias.
     """
@@ -218,8 +259,9 @@ class _Layer:
         self.parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
         self.weight_copy: Tensor | None = None
         self.bias_copy: Tensor | None = None
-        self._versions: list[int] = []
-        self._calls = 0
+        self.calls = 0
+        self._runner = state.run
+        self._marks: list[tuple[int, int, bool]] = []
 
     @property
     def is_intact(self) -> bool:
@@ -231,34 +273,37 @@ class _Layer:
             and all(p.requires_grad and p.dtype is torch.float32 and not is_observed(p) for p in self.parameters)
         )
 
-    @property
-    def is_called_once(self) -> bool:
-        return self._calls == 1
-
     def take(self, handed: dict[int, Tensor]) -> None:
         """Gets the copies for a step."""
+        self.calls = 0
         self.weight_copy = handed[id(self.weight)]
         self.bias_copy = None if self.bias is None else handed[id(self.bias)]
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._marks = self._read()
+
+    def _read(self) -> list[tuple[int, int, bool]]:
+        return [(p._version, p.data_ptr(), p.requires_grad) for p in self.parameters]
 
     def count(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs as always and counts; recomputations do not count."""
-        self._calls += self.state.runtime.is_recording
+        """Runs as always and counts."""
+        self.calls += self.state.runtime.is_recording
         return self.state.run_plain(*args, **kwargs)
 
     def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs on the copies, or as always where they do not apply."""
         weight, state = self.weight_copy, self.state
-        if weight is None or len(args) != 1 or kwargs or not self._is_as_handed_out():
+        self.calls += state.runtime.is_recording
+        if weight is None or self.calls > 1 or len(args) != 1 or kwargs or not self._is_as_handed_out():
             return state.run_plain(*args, **kwargs)
         return run_on_copies(module, args[0], weight, self.bias_copy, state.runtime.device_type)
 
     def _is_as_handed_out(self) -> bool:
-        """Whether the training step itself has neither replaced nor written the parameters before this call."""
+        """Whether the training step has left format and parameters alone: not replaced, written or frozen them."""
         table = self.state.module._parameters
         if table.get("weight") is not self.weight or table.get("bias") is not self.bias:
             return False
-        return self._versions == [parameter._version for parameter in self.parameters]
+        if self.state.run is not self._runner:  # a failed attempt has raised the layer
+            return False
+        return self._marks == self._read()
 
 
 def _runs_on_copies(module: nn.Module) -> bool:

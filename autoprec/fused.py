@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ class _Prepared(NamedTuple):
     """What a kernel is prepared for: some parameters of a group, their state and their copies."""
 
     keys: list[int]
+    addresses: list[int]
     parameters: list[Tensor]
     states: list[Tensor]
     copies: list[WeightCopy | None]
@@ -54,7 +56,7 @@ class FusedStep:
     Attributes:
         copies: Low-precision copies of weights to write in the same pass, by ``id`` of the parameter.
         taken: Steps that the kernels took.
-        updated: ``id`` of the parameters that the latest of them updated.
+        updated: ``id`` of the parameters that they updated in the latest call of ``optimizer.step``.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -81,11 +83,10 @@ class FusedStep:
             return False  # torch's loop finds nothing to do
 
         optimizer._init_group = collect  # type: ignore[attr-defined]
+        self.updated = []
         try:
             yield
-            if self._plan is not None:
-                self.taken += 1
-                self.updated = [key for part in self._plan.values() for key in part.prepared.keys]
+            self.taken += bool(self.updated)
         finally:
             del optimizer._init_group  # type: ignore[attr-defined]
             self._plan = None
@@ -136,15 +137,16 @@ class FusedStep:
         states = self._states(group, members)
         if states is None:
             return None
-        keys = list(map(id, members))
+        keys, addresses = list(map(id, members)), list(map(Tensor.data_ptr, members))
         copies = [self.copies.get(key) for key in keys]
         known = self._prepared.get(index)
-        if known is not None and known.keys == keys and _are(known.states, states) and _are(known.copies, copies):
+        is_same = known is not None and (known.keys, known.addresses) == (keys, addresses)
+        if known is not None and is_same and _are(known.states, states) and _are(known.copies, copies):
             return known
         if not _fit(members, states):
             return None
         step = self._prepare_step(members, states, copies)
-        self._prepared[index] = _Prepared(keys, members, states, copies, step)
+        self._prepared[index] = _Prepared(keys, addresses, members, states, copies, step)
         return self._prepared[index]
 
     def _states(self, group: Options, members: Sequence[Tensor]) -> list[Tensor] | None:
@@ -170,17 +172,29 @@ class FusedStep:
         options = _adam_options(group) if self._is_adam else _sgd_options(group)
         prepared.step(grads, grad_factor=self._factor, **options)
         torch.autograd.graph.increment_version(prepared.parameters)
+        self.updated += prepared.keys
 
 
 def is_fusible(optimizer: Any) -> bool:
     """Whether a kernel may stand in for an optimizer's update: exactly torch's SGD, Adam or AdamW, as torch made it."""
     if type(optimizer) not in (SGD, Adam, AdamW):
         return False
-    own_step = optimizer.__dict__.get("step")
-    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+    if "_init_group" in optimizer.__dict__ or not has_torchs_step(optimizer):
         return False  # somebody replaced it
     devices = {parameter.device.type for group in optimizer.param_groups for parameter in group["params"]}
     return len(devices) == 1 and has_kernel("prepare_adam", devices.pop())
+
+
+def has_torchs_step(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's ``step`` is torch's own code, wrappers included (profiler, schedules)."""
+    function = getattr(optimizer.step, "__func__", optimizer.step)
+    while isinstance(function, FunctionType):
+        if not function.__globals__["__name__"].startswith("torch."):
+            return False
+        if not hasattr(function, "__wrapped__"):
+            return True
+        function = function.__wrapped__
+    return False
 
 
 def _is_gradient(grad: Tensor) -> bool:
@@ -189,9 +203,7 @@ def _is_gradient(grad: Tensor) -> bool:
 
 def _fit(members: Sequence[Tensor], states: Sequence[Tensor]) -> bool:
     """Whether everything is float32 and lies as torch made it."""
-    if not all(
-        type(member) in _PLAIN and member.dtype is torch.float32 and _is_one_block(member) for member in members
-    ):
+    if not all(type(member) in _PLAIN and member.dtype is torch.float32 and is_one_block(member) for member in members):
         return False
     for index, state in enumerate(states):
         member = members[index % len(members)]
@@ -201,7 +213,8 @@ def _fit(members: Sequence[Tensor], states: Sequence[Tensor]) -> bool:
     return True
 
 
-def _is_one_block(tensor: Tensor) -> bool:
+def is_one_block(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps, contiguous or with channels last."""
     return tensor.layout is torch.strided and (
         tensor.is_contiguous()
         or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))

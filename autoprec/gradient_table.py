@@ -8,6 +8,7 @@ between the backward and the step, and the node of the graph that fills it. What
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,10 +22,12 @@ class GradientTable:
 
     Attributes:
         held: Gradients in the precision of their layer, by ``id`` of the parameter.
+        shared: ``id`` of parameters that get further gradients in this backward: autograd adds them up in its order.
     """
 
     def __init__(self) -> None:
         self.held: dict[int, Tensor] = {}
+        self.shared: set[int] = set()
         self._parameters: dict[int, nn.Parameter] = {}
         self._graph_task = -1
 
@@ -69,10 +72,11 @@ class GradientTable:
         for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             if grad is None:
                 continue
-            if is_observed(parameter) or id(parameter) in self.held:
+            key = id(parameter)
+            if parameter.grad is not None or key in self.held or key in self.shared or is_observed(parameter):
                 passed[index] = grad
             else:
-                self.held[id(parameter)], self._parameters[id(parameter)] = grad, parameter
+                self.held[key], self._parameters[key] = grad, parameter
         return passed
 
     def merge(self) -> None:
@@ -99,6 +103,7 @@ class GradientTable:
     def clear(self) -> None:
         """Lets go of all gradients."""
         self.held.clear()
+        self.shared.clear()
         self._parameters.clear()
 
 
@@ -114,6 +119,21 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         return None, None, None, *ctx.table.receive(ctx.parameters, grads)
+
+
+def uses_of(loss: Tensor) -> Counter[int]:
+    """How many gradients a backward adds up for each leaf, by ``id``; what is recomputed is not seen."""
+    uses: Counter[int] = Counter()
+    pending = [loss.grad_fn]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        for following, _ in () if node is None else node.next_functions:
+            uses[id(getattr(following, "variable", None))] += 1
+            if following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return uses
 
 
 def is_observed(parameter: Tensor) -> bool:

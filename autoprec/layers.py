@@ -276,7 +276,7 @@ def _steered_forward(base_forward: Runner) -> Runner:
             return base_forward(self, *args, **kwargs)
         if not torch.is_autocast_enabled(state.runtime.device_type):
             # the user protects this region with autocast(enabled=False)
-            if state.runtime.is_recording and not torch.compiler.is_compiling():
+            if state.run is not None and state.runtime.is_recording and not torch.compiler.is_compiling():
                 state.runtime.untouched.add(state.name)
             return base_forward(self, *args, **kwargs)
         return _call(state, self, args, kwargs)

@@ -1,21 +1,21 @@
 """Finds out whether user code may look at gradients, or write weights, where a step would like to be private.
 
 Gradients may stay in low precision, scaled and unclipped, and copies of weights may be kept over steps, only where
-nobody can tell. What lives here: reading classes and code objects of a module and its callbacks. What does not: what
-follows from it (``fast_path``, ``stepping``).
+nobody can tell. What lives here: which hooks and names matter. What does not: how code is read (``code_reading``), and
+what follows from it (``fast_path``, ``stepping``).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
+
+from autoprec.code_reading import Reading, is_known, is_known_function, unwrapped
 
 # from the backward to the end of the batch: gradients exist, are used and have been used
 _SEES_GRADIENTS = (
@@ -40,10 +40,21 @@ _RUNS_BETWEEN = (
     "on_train_epoch_end",
     "on_train_start",
 )
-# attributes through which a training step reads gradients, or writes weights without a trace
-_TELLTALE = {"grad": "gradients", "data": "weights past autograd", "set_": "weights past autograd"}
-# their code is known: it reads no gradient and writes no weight in a training step
-_KNOWN = ("torch", "lightning", "lightning_fabric", "lightning_utilities", "autoprec", "numpy", "torchmetrics")
+# the gradients of a step are still there in these
+_COMES_LATER = (
+    *_RUNS_BETWEEN,
+    "on_train_end",
+    "on_fit_end",
+    "on_exception",
+    "on_save_checkpoint",
+    "state_dict",
+    "on_validation_start",
+    "on_validation_model_eval",
+    "on_validation_model_zero_grad",
+)
+# names through which code reads gradients, or writes weights without a trace
+_READS = dict.fromkeys(("grad", "grad_norm", "get_total_norm", "clip_grad_norm_", "clip_grad_value_"), "gradients")
+_WRITES = dict.fromkeys(("data", "set_"), "weights past autograd")
 
 
 def onlooker(root: pl.LightningModule, callbacks: Sequence[pl.Callback], machinery: Sequence[object]) -> str | None:
@@ -54,12 +65,16 @@ def onlooker(root: pl.LightningModule, callbacks: Sequence[pl.Callback], machine
         callbacks: The Trainer's callbacks.
         machinery: What else takes part in a step: strategy and precision plugin.
     """
-    for owner, plain in [(root, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]:
+    for owner, plain in _owners(root, callbacks):
         hook = next(_overrides(owner, plain, _SEES_GRADIENTS), None)
         if hook is not None:
             return f"`{type(owner).__qualname__}.{hook}`"
-    foreign = next((part for part in machinery if not _is_known(type(part).__module__)), None)
-    return f"`{type(foreign).__qualname__}`" if foreign is not None else _telltale(root)
+    foreign = next((part for part in machinery if not is_known(type(part).__module__)), None)
+    if foreign is not None:
+        return f"`{type(foreign).__qualname__}`"
+    later = [getattr(o, name) for o, plain in _owners(root, callbacks) for name in _overrides(o, plain, _COMES_LATER)]
+    reading = Reading([*root.modules(), *callbacks])
+    return reading.telltale(_steps(root), {**_READS, **_WRITES}) or reading.telltale(later, _READS)
 
 
 def runs_between_steps(root: pl.LightningModule, callbacks: Sequence[pl.Callback]) -> bool:
@@ -69,14 +84,18 @@ def runs_between_steps(root: pl.LightningModule, callbacks: Sequence[pl.Callback
         root: The module.
         callbacks: The Trainer's callbacks.
     """
-    owners = [(root, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
-    return any(next(_overrides(owner, plain, _RUNS_BETWEEN), None) is not None for owner, plain in owners)
+    return any(True for owner, plain in _owners(root, callbacks) for _ in _overrides(owner, plain, _RUNS_BETWEEN))
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks of an optimizer, or of all optimizers, may look at gradients before or after its step."""
     own = bool(optimizer._optimizer_step_pre_hooks) or bool(optimizer._optimizer_step_post_hooks)
-    return own or bool(torch_optimizer._global_optimizer_post_hooks)
+    before = torch_optimizer._global_optimizer_pre_hooks.values()  # one of them is the plugin's guard
+    return own or bool(torch_optimizer._global_optimizer_post_hooks) or any(map(_is_foreign, before))
+
+
+def _owners(root: pl.LightningModule, callbacks: Sequence[pl.Callback]) -> list[tuple[Any, type]]:
+    return [(root, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
 
 
 def _overrides(owner: Any, plain: type, names: Sequence[str]) -> Iterator[str]:
@@ -84,43 +103,20 @@ def _overrides(owner: Any, plain: type, names: Sequence[str]) -> Iterator[str]:
         found, original = getattr(owner, name, None), getattr(plain, name, None)
         if found is None or getattr(found, "__func__", found) is original:
             continue
-        if not _is_known(getattr(found, "__module__", None)):
+        if _is_foreign(found):
             yield name
 
 
-def _is_known(module: str | None) -> bool:
-    top = (module or "").partition(".")[0]
-    return top in _KNOWN or top in sys.stdlib_module_names
+def _is_foreign(hook: Any) -> bool:
+    layers = list(unwrapped(hook))
+    return not layers or not all(map(is_known_function, layers))
 
 
-def _telltale(root: nn.Module) -> str | None:
-    """The first function that a training step may call and that mentions gradients or raw data of tensors."""
-    seen: set[CodeType] = set()
-    pending: list[tuple[Any, type]] = [(getattr(root, "training_step", None), type(root))]
-    pending += [(getattr(module, "forward", None), type(module)) for module in root.modules()]
-    while pending:
-        function, owner = pending.pop()
-        plain = _plain_function(function)
-        if plain is None or plain.__code__ in seen or _is_known(plain.__module__):
-            continue
-        seen.add(plain.__code__)
-        names = set(_names(plain.__code__))
-        found = next((name for name in sorted(_TELLTALE) if name in names), None)
-        if found is not None:
-            return f"`{plain.__qualname__}`, which mentions `.{found}` ({_TELLTALE[found]})"
-        for name in names:
-            pending += [(callee, owner) for callee in (getattr(owner, name, None), plain.__globals__.get(name))]
-    return None
-
-
-def _plain_function(function: Any) -> FunctionType | None:
-    while isinstance(function, MethodType) or hasattr(function, "__wrapped__"):
-        function = function.__func__ if isinstance(function, MethodType) else function.__wrapped__
-    return function if isinstance(function, FunctionType) else None
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+def _steps(root: nn.Module) -> Iterator[Any]:
+    """What runs in a training step: the step, and forwards and hooks of all modules."""
+    yield getattr(root, "training_step", None)
+    for module in root.modules():
+        yield getattr(module, "forward", None)
+        forward, backward = module._forward_hooks, module._backward_hooks
+        for hooks in (module._forward_pre_hooks, forward, module._backward_pre_hooks, backward):
+            yield from hooks.values()

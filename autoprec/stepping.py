@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from autoprec.bypass import StepGuard
 from autoprec.fast_path import FastPath
-from autoprec.fused import FusedStep, is_fusible
+from autoprec.fused import FusedStep, has_torchs_step, is_fusible
 from autoprec.gradients import Gradients
 from autoprec.masks import has_gradient_hooks, restrict_for_bypass
 from autoprec.onlookers import has_step_hooks, onlooker, runs_between_steps
@@ -72,6 +72,7 @@ class Stepping:
         self.onlooker = onlooker(root, callbacks, (trainer.strategy, getattr(plugin, "base", plugin)))
         is_fused = steering.config.fused_step and "precision" not in knobs.masked
         self._fused = {id(each): FusedStep(each) for each in optimizers if is_fused and is_fusible(each)}
+        self._optimizers = list(optimizers)
         self._fast_path: FastPath | None = None
         if self._fused and self.onlooker is None and steering.is_automatic:
             fused = self._fused[id(optimizers[0])]
@@ -99,6 +100,8 @@ class Stepping:
         steering = self._steering
         if self._fast_path is None or steering.trial is not None or steering.is_compiled:
             return False
+        if any(map(has_step_hooks, self._optimizers)):
+            self._fast_path.distrust()  # they may have written weights
         return self._fast_path.hand_out()
 
     def begin_evaluation(self) -> None:
@@ -115,6 +118,7 @@ class Stepping:
             return
         table = self._fast_path.table
         self._latest = None
+        self._fast_path.look_at_graph(loss)
         with table.open(loss):
             yield
         self._fast_path.take_back()
@@ -205,7 +209,9 @@ class Stepping:
         if fused is None:
             return
         if not gradients.is_private:
-            fused.plan(gradients.parameters, gradients.grads())
+            # hooks may have given gradients to further parameters
+            pairs = [(parameter, parameter.grad) for parameter in fused.parameters() if parameter.grad is not None]
+            fused.plan([parameter for parameter, _ in pairs], [grad for _, grad in pairs])
         fused.arm(gradients.factor)
 
     def _unscaled(self, optimizer: Any, trainer: Any) -> Gradients:
@@ -227,8 +233,12 @@ class Stepping:
 
     def _is_private(self, optimizer: Any, trainer: Any) -> bool:
         """Whether nobody looks at the gradients of this very step."""
-        is_by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE and trainer.gradient_clip_val
-        return not self._steering.is_sampling and not is_by_value and not has_step_hooks(optimizer)
+        if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE and trainer.gradient_clip_val:
+            return False
+        if self._steering.is_sampling or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
+            return False
+        # else one product of scale and clip factor would round otherwise than one after the other
+        return math.frexp(self._steering.knobs.loss_scale.scale)[0] == 0.5
 
     def _private(
         self, optimizer: Any, parameters: Sequence[Any], fast_path: FastPath, inv_scale: float
