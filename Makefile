@@ -7,8 +7,8 @@ STAMPS := build/stamps
 KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(KERNELS)
 
-.PHONY: demo test slow lint types imports check bench bench-quick sanitize triton-aot zoo range-lowest range-newest range \
-	check-all clean
+.PHONY: demo test slow lint types imports check bench bench-quick convergence sanitize triton-aot zoo range-lowest \
+	range-newest range check-all clean
 
 demo: $(READY)
 	$(BIN)/autoprec demo
@@ -37,6 +37,10 @@ bench: $(READY)
 
 bench-quick: $(READY)
 	$(BIN)/python -m benchmarks.train --quick
+
+# started again after an interruption, it trains only what is missing
+convergence: $(READY)
+	$(BIN)/python -m benchmarks.convergence
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py
