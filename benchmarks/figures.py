@@ -118,7 +118,7 @@ class RowTimes:
         calls = self._clocked(self._result["grad_stats"])
         return {dtype: ratio(times, self.times[self.base]).value for dtype, times in calls.items()}
 
-    def bound_ms(self, machine: Mapping[str, float] | None, is_int8: bool = False) -> float | None:
+    def bound_ms(self, machine: Mapping[str, Any] | None, is_int8: bool = False) -> float | None:
         """Milliseconds below which no step goes: products, bytes of the optimizer's step, the Trainer's loop.
 
         Args:
@@ -161,7 +161,7 @@ class Findings:
         """
         return [RowTimes(result) for result in self.of(kind, threads=threads, malloc=malloc)]
 
-    def machine(self, threads: int = 1) -> Mapping[str, float] | None:
+    def machine(self, threads: int = 1) -> Mapping[str, Any] | None:
         """What the machine does at best, ``None`` where it was not measured.
 
         Args:
@@ -176,6 +176,14 @@ class Findings:
             kind: ``grad_stats`` or ``step``.
         """
         return [row for result in self.of(kind, threads=1) for row in result["rows"]]
+
+    def model_rows(self, kind: str) -> list[dict[str, Any]]:
+        """Those of them that are gradients of a model.
+
+        Args:
+            kind: ``grad_stats`` or ``step``.
+        """
+        return [row for row in self.kernel_rows(kind) if row["row"] in MODEL_SHAPES]
 
     def memory_ratio(self, row: str) -> float:
         """Peak of memory of ours over that of ``amp_clip``, medians of all runs; NaN where one of them is missing.

@@ -6,7 +6,7 @@ Trainer's loop costs by itself is measured beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from benchmarks.workloads import MakeOptimizer, Trained, Workload
 BYTES_PER_PARAMETER = 30
 """A step reads a bf16 gradient, weight and two moments, writes the latter three and a bf16 copy."""
 
+SIZES_MB = (1, 16, 256)
+"""Where rates of memory are measured: in the caches of a core, in the shared one, and beyond."""
+
 
 def measure_machine(threads: int, rounds: int) -> dict[str, Any]:
     """Returns the best rates that were seen.
@@ -32,22 +35,39 @@ def measure_machine(threads: int, rounds: int) -> dict[str, Any]:
         rounds: Tries of each.
 
     Returns:
-        ``bf16_gflops``, ``int8_gops``, ``read_gbs``, ``copy_gbs`` (bytes read plus bytes written) and ``loop_ms``.
+        ``bf16_gflops``, ``int8_gops``, ``loop_ms``, and by the megabytes in use ``read_gbs`` and ``copy_gbs`` (bytes
+        read plus bytes written).
     """
     clock = 0 if threads == 1 else 1
 
     def best(calls: list[tuple[float, Callable[[], object]]]) -> float:
-        return max(work / min(time_calls(call, 2)[clock] for _ in range(rounds)) for work, call in calls) / 1e9
+        return max(work / min(time_calls(call, 4)[clock] for _ in range(rounds)) for work, call in calls) / 1e9
 
-    memory = torch.zeros(1 << 26)
-    other = torch.ones_like(memory)
+    read_gbs, copy_gbs = {}, {}
+    for size in SIZES_MB:
+        memory = torch.zeros(size << 18)
+        half, other = memory.chunk(2)
+        read_gbs[str(size)] = best([(memory.nbytes, call) for call in plain_reads(memory).values()])
+        copy_gbs[str(size)] = best([(memory.nbytes, lambda half=half, other=other: other.copy_(half))])  # type: ignore[misc]
     return {
         "bf16_gflops": best([_product(n, torch.bfloat16) for n in (512, 1024, 2048)]),
         "int8_gops": best([_product(n, torch.int8) for n in (512, 1024, 2048)]),
-        "read_gbs": best([(memory.nbytes, call) for call in plain_reads(memory).values()]),
-        "copy_gbs": best([(2.0 * memory.nbytes, lambda: other.copy_(memory))]),
+        "read_gbs": read_gbs,
+        "copy_gbs": copy_gbs,
         "loop_ms": _loop_ms(clock, rounds),
     }
+
+
+def memory_gbs(machine: Mapping[str, Any], size_mb: float, kinds: Sequence[str] = ("read_gbs", "copy_gbs")) -> float:
+    """Returns the best rate for so much memory: that of the next smaller size that was measured.
+
+    Args:
+        machine: What :func:`measure_machine` returned.
+        size_mb: Megabytes in use.
+        kinds: Which rates count.
+    """
+    size = max((size for size in SIZES_MB if size <= size_mb), default=SIZES_MB[0])
+    return max(float(machine[kind][str(size)]) for kind in kinds)
 
 
 def _product(size: int, dtype: torch.dtype) -> tuple[float, Callable[[], object]]:
@@ -94,7 +114,7 @@ def _causal(query: Any) -> int:
     return int(2 * batch * heads * time * time * width)  # half of two full products
 
 
-def bound_ms(work: Mapping[str, float], machine: Mapping[str, float], is_int8: bool = False) -> float:
+def bound_ms(work: Mapping[str, float], machine: Mapping[str, Any], is_int8: bool = False) -> float:
     """Returns the milliseconds below which no step can go on this machine.
 
     Args:
@@ -102,8 +122,18 @@ def bound_ms(work: Mapping[str, float], machine: Mapping[str, float], is_int8: b
         machine: What :func:`measure_machine` returned.
         is_int8: Two of three products are taken in int8, else all in bf16.
     """
-    memory_gbs = max(machine["read_gbs"], machine["copy_gbs"])
     seconds_per_gflop = 1 / machine["bf16_gflops"]
     if is_int8:
         seconds_per_gflop = (1 / machine["bf16_gflops"] + 2 / machine["int8_gops"]) / 3
-    return work["flops"] * seconds_per_gflop / 1e6 + BYTES_PER_PARAMETER * work["parameters"] / memory_gbs / 1e6
+    return work["flops"] * float(seconds_per_gflop) / 1e6 + step_bound_ms(work["parameters"], machine)
+
+
+def step_bound_ms(parameters: float, machine: Mapping[str, Any]) -> float:
+    """Returns the milliseconds below which no step of the optimizer can go on this machine.
+
+    Args:
+        parameters: How many it steps.
+        machine: What :func:`measure_machine` returned.
+    """
+    size_mb = BYTES_PER_PARAMETER * parameters / 1e6
+    return size_mb / memory_gbs(machine, size_mb)

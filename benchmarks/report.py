@@ -85,7 +85,7 @@ def _title(kind: str, threads: int, malloc: str) -> str:
     return f"{where}, {clock}{extra}: speed-up of {base!r} over ..."
 
 
-def step_table(rows: Sequence[RowTimes], title: str, machine: Mapping[str, float] | None) -> Table:
+def step_table(rows: Sequence[RowTimes], title: str, machine: Mapping[str, Any] | None) -> Table:
     """Speed-ups over every other arm, with half the distance between the quartiles.
 
     Args:
@@ -184,6 +184,10 @@ def _short(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
+def _rates(rates: Mapping[str, float]) -> str:
+    return " / ".join(f"{rate:.0f}" for rate in rates.values())
+
+
 def machine_line(findings: Findings) -> str:
     """What the machine does at best, if that was measured, and what load it had.
 
@@ -196,6 +200,7 @@ def machine_line(findings: Findings) -> str:
         return load
     return (
         f"One core at best: {machine['bf16_gflops']:.0f} Gflop/s bf16, {machine['int8_gops']:.0f} Gop/s int8,"
-        f" {machine['read_gbs']:.0f} GB/s read, {machine['copy_gbs']:.0f} GB/s copied;"
+        f" {_rates(machine['read_gbs'])} GB/s read, {_rates(machine['copy_gbs'])} GB/s copied in"
+        f" {' / '.join(machine['read_gbs'])} MB;"
         f" Lightning's loop alone takes {machine['loop_ms']:.2f} ms. {load}"
     )

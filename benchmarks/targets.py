@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from benchmarks.figures import Figures, Findings, RowTimes
-from benchmarks.machine import BYTES_PER_PARAMETER
+from benchmarks.machine import memory_gbs, step_bound_ms
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def bound_of(findings: Findings, verdict: Verdict) -> str:
     return _kernel_bound(findings, machine, verdict)
 
 
-def _step_bound(row: RowTimes, machine: Mapping[str, float], figure: str) -> str:
+def _step_bound(row: RowTimes, machine: Mapping[str, Any], figure: str) -> str:
     over = {
         "vs_amp_clip": "amp_clip",
         "vs_amp_fused": "amp_fused",
@@ -138,23 +139,17 @@ def _step_bound(row: RowTimes, machine: Mapping[str, float], figure: str) -> str
     return f"bound {bound:.2f} ms, {over} {row.median_ms(over):.2f} ms: {row.median_ms(over) / bound:.2f} at most"
 
 
-def _kernel_bound(findings: Findings, machine: Mapping[str, float], verdict: Verdict) -> str:
-    worst = _worst_kernel_row(findings, verdict)
-    if worst is None:
+def _kernel_bound(findings: Findings, machine: Mapping[str, Any], verdict: Verdict) -> str:
+    if verdict.row != "worst":
         return ""
     if verdict.target.figure == "fused_step_vs_torch":
-        rate = max(machine["read_gbs"], machine["copy_gbs"])
-        bound = BYTES_PER_PARAMETER * worst["M"] / rate
-        return f"{worst['row']}: {bound:.2f} ms at {rate:.0f} GB/s: {worst['torch ms'] / bound:.2f} at most"
-    bound = worst["MB"] / machine["read_gbs"] * 1e3
-    return f"{worst['row']}: {bound:.0f} us at {machine['read_gbs']:.0f} GB/s: {bound / worst['clip us']:.2f} at best"
-
-
-def _worst_kernel_row(findings: Findings, verdict: Verdict) -> dict[str, float] | None:
-    if verdict.row != "worst":
-        return None
-    if verdict.target.figure == "fused_step_vs_torch":
-        rows = [row for row in findings.kernel_rows("step") if row["row"] != "50M"]
-        return min(rows, key=lambda row: float(row["bf16 grads"]), default=None)
-    rows = [row for row in findings.kernel_rows("grad_stats") if row["row"] != "50M"]
-    return max(rows, key=lambda row: float(row["fp32 vs clip"]), default=None)
+        worst = min(findings.model_rows("step"), key=lambda row: float(row["bf16 grads"]))
+        bound = step_bound_ms(worst["M"] * 1e6, machine)
+        over = worst["torch ms"]
+        return f"{worst['row']}: bound {bound:.2f} ms, torch {over:.2f} ms: {over / bound:.2f} at most"
+    if verdict.target.figure == "grad_stats_vs_clip":
+        worst = max(findings.model_rows("grad_stats"), key=lambda row: float(row["fp32 vs clip"]))
+        bound = worst["MB"] / memory_gbs(machine, worst["MB"], ["read_gbs"]) * 1e3
+        over = worst["clip us"]
+        return f"{worst['row']}: bound {bound:.0f} us, clip {over:.0f} us: {bound / over:.2f} at best"
+    return ""

@@ -24,7 +24,7 @@ from benchmarks.arms import ARMS, Arm
 from benchmarks.bare import HAND, measure_bare
 from benchmarks.figures import Findings, RowTimes, last_line, ratio
 from benchmarks.fits import Fit, measure_fits
-from benchmarks.machine import bound_ms, work_of
+from benchmarks.machine import bound_ms, measure_machine, memory_gbs, work_of
 from benchmarks.ops import ROWS
 from benchmarks.report import as_markdown, as_text, tables
 from benchmarks.setups import in_setups
@@ -51,7 +51,13 @@ def step_result(row: str, kind: str = "trainer", **ms: float) -> dict[str, Any]:
     return {"job": job, "laps": laps, "grad_stats": {"fp32": [[1e-5, 1e-4, 1e-5]] * 3}, "work": work_of(TINY)}
 
 
-MACHINE = {"bf16_gflops": 100.0, "int8_gops": 200.0, "read_gbs": 20.0, "copy_gbs": 10.0, "loop_ms": 0.5}
+MACHINE = {
+    "bf16_gflops": 100.0,
+    "int8_gops": 200.0,
+    "read_gbs": {"1": 100.0, "16": 20.0, "256": 10.0},
+    "copy_gbs": {"1": 90.0, "16": 30.0, "256": 8.0},
+    "loop_ms": 0.5,
+}
 
 
 def whole_run() -> list[dict[str, Any]]:
@@ -238,8 +244,21 @@ def test_work_is_counted() -> None:
     attention = 3 * 2 * 2 * 8 * 8 * 64  # batch 2, time 8, width 64: half of two products, three times
     linear = 3 * 2 * 16 * (64 * 64 * 12 + 64 * 16)
     assert work_of(TINY_GPT)["flops"] == attention + linear
-    assert bound_ms({"flops": 1e9, "parameters": 1e6}, MACHINE) == pytest.approx(10 + 1.5)
-    assert bound_ms({"flops": 3e9, "parameters": 1e6}, MACHINE, is_int8=True) == pytest.approx(10 + 20 / 2 + 1.5)
+    assert bound_ms({"flops": 1e9, "parameters": 1e6}, MACHINE) == pytest.approx(10 + 1.0)
+    assert bound_ms({"flops": 3e9, "parameters": 1e6}, MACHINE, is_int8=True) == pytest.approx(10 + 20 / 2 + 1.0)
+
+
+def test_the_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.machine.SIZES_MB", (1, 2))
+    found = measure_machine(threads=1, rounds=1)
+    assert found.keys() == MACHINE.keys()
+    assert found["read_gbs"].keys() == found["copy_gbs"].keys() == {"1", "2"}
+
+
+def test_rates_of_memory_go_by_its_size() -> None:
+    rates = [memory_gbs(MACHINE, size) for size in (0.1, 2.0, 16.0, 255.0, 1000.0)]
+    assert rates == [100.0, 100.0, 30.0, 30.0, 10.0]
+    assert memory_gbs(MACHINE, 16.0, ["read_gbs"]) == 20.0
 
 
 # ---- figures ----
@@ -284,6 +303,7 @@ def test_targets_stand_beside_figures() -> None:
     assert verdicts["rss_ratio", "gpt-6-512"].is_met
     missed = verdicts["vs_amp_clip", "mlp-2048-128"]
     assert not missed.is_met
+    assert verdicts["vs_amp_fused", "worst"].bound == ""
     assert re.fullmatch(r"bound 0\.50 ms, amp_clip 3\.00 ms: \d\.\d\d at most", missed.bound)
 
 
