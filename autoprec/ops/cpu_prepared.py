@@ -66,14 +66,13 @@ class Prepared:
         param = self._params[index]
         states = {name: tensors[index] for name, tensors in self._states.items()}
         moment = states.get("exp_avg_sq")
-        rows = param.shape[0] if param.ndim else 1
         return native.Parameter(
             param=param.data_ptr(),
             **{name: tensor.data_ptr() for name, tensor in states.items()},
             step=self._steps[index].data_ptr() if self._steps else None,
             size=param.numel(),
-            rows=rows,
-            cols=param.numel() // rows if rows else 0,
+            rows=param.shape[0] if param.ndim else 1,
+            cols=param.shape[1:].numel(),
             moment_format=native.FP32 if moment is None else MEASURED[moment.dtype],
             element=element,
             copy=_copy(param, self._copies[index]),

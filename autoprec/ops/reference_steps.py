@@ -53,8 +53,7 @@ def write_copy(param: Tensor, copy: WeightCopy) -> None:
         copy.values.copy_(values)
         copy.scale.copy_(scale.reshape(copy.scale.shape))
         return
-    rows = len(param)
-    matrix = param.detach().reshape(rows, param.numel() // rows if rows else 0)
+    matrix = param.detach().reshape(len(param), param.shape[1:].numel())
     values, scale = quantize_rows(matrix)
     copy.values.copy_(values.reshape(copy.values.shape))
     copy.scale.copy_(scale.reshape(copy.scale.shape))
