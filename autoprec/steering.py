@@ -57,6 +57,10 @@ class Steering:
         is_sampling: Whether the current window is measured in detail for a decision.
         samples: Windows measured in detail so far.
         is_in_step: Whether ``training_step`` is running.
+        kernel_steps: Optimizer steps of this process that kernels took.
+        copied_layers: Layers that ran on kept copies of their weights in the latest step.
+        onlooker: Whose code may look at gradients in the middle of a step, so that they are kept in ``.grad`` and no
+            copies of weights are kept; ``None`` if nobody's.
     """
 
     def __init__(
@@ -88,6 +92,9 @@ class Steering:
         self.samples = 0
         self.backwards = 0
         self.is_in_step = False
+        self.kernel_steps = 0
+        self.copied_layers = 0
+        self.onlooker: str | None = None
         self._root: nn.Module | None = root
         self._shadow: BufferShadow | None = BufferShadow(root)
         self._pending: list[Action] = []

@@ -49,9 +49,6 @@ class Stepping:
         plugin: The precision plugin in whose name steps are taken.
         steering: State of the fit.
         optimizers: All optimizers of the Trainer.
-
-    Attributes:
-        onlooker: Who may look at gradients or write weights in the middle of a step, ``None`` if nobody does.
     """
 
     def __init__(self, plugin: Precision, steering: Steering, optimizers: Sequence[Optimizer]) -> None:
@@ -69,12 +66,12 @@ class Stepping:
         self._latest: Gradients | None = None
         knobs = steering.knobs
         self._guard = StepGuard(root, optimizers, knobs.loss_scale, functools.partial(restrict_for_bypass, knobs))
-        self.onlooker = onlooker(root, callbacks, (trainer.strategy, getattr(plugin, "base", plugin)))
+        steering.onlooker = onlooker(root, callbacks, (trainer.strategy, getattr(plugin, "base", plugin)))
         is_fused = steering.config.fused_step and "precision" not in knobs.masked
         self._fused = {id(each): FusedStep(each) for each in optimizers if is_fused and is_fusible(each)}
         self._optimizers = list(optimizers)
         self._fast_path: FastPath | None = None
-        if self._fused and self.onlooker is None and steering.is_automatic:
+        if self._fused and steering.onlooker is None and steering.is_automatic:
             fused = self._fused[id(optimizers[0])]
             self._fast_path = FastPath(root, knobs, fused, runs_between_steps(root, callbacks))
 
@@ -156,8 +153,11 @@ class Stepping:
             self._forget(gradients)
             return skip.result
         undo.learn()
+        if fused is not None and fused.updated:
+            steering.kernel_steps += 1
         if fused is not None and self._fast_path is not None:
             self._fast_path.note_step()
+            steering.copied_layers = len(self._fast_path.layers)
         steering.schedules.note(optimizer, is_skipped=False)
         gradients = self._gradients.pop(id(optimizer), None)
         has_backward = steering.backwards > 0 or not steering.is_automatic

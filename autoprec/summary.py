@@ -59,13 +59,26 @@ def summarize(steering: Steering, policy: str) -> str:
     else:
         lines.append("  loss scale not in use (nothing runs in fp16)")
     lines.append(_clip_line(steering))
-    lines.append(f"  kernels    gradient statistics by {describe('grad_stats', steering.runtime.device_type)}")
+    lines += _kernel_lines(steering)
     for fault in (decision for decision in steering.history if decision.knob == "policy"):
         lines.append(f"  POLICY FAILED in window {fault.step}, what it was asked there did not happen: {fault.reason}")
     for name, count in steering.fallback.overflows.items():
         lines.append(f"  overflow   {name}: {count}")
     lines += _refusals(steering)
     return "\n".join(lines)
+
+
+def _kernel_lines(steering: Steering) -> list[str]:
+    """What measured gradients and took steps, and why not more of it was left to kernels."""
+    lines = [f"  kernels    gradient statistics by {describe('grad_stats', steering.runtime.device_type)}"]
+    if steering.kernel_steps:
+        line = f"  kernels    took {steering.kernel_steps} optimizer steps"
+        if steering.copied_layers:
+            line += f", {steering.copied_layers} layers on kept copies of their weights"
+        elif steering.onlooker is not None:
+            line += f"; gradients stay in .grad for {steering.onlooker}"
+        lines.append(line)
+    return lines
 
 
 def no_decision(steering: Steering, interval: int) -> str:

@@ -338,6 +338,8 @@ NOT_SAVED = {
     "maps": "counts what the compiler of this process has made",
     "_reasons": "of the latest moves, on record already",
     "_saved_controller": "what the file held",
+    "kernel_steps": "counted in one process, for its table",
+    "copied_layers": "of the latest step, for the table",
     "_stepping": "kernels are prepared and copies made anew; a step has the same bits with them and without",
     "runs_on_copies": "set when a step begins",
     "override": "set while a layer runs on copies",
