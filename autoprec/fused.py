@@ -123,10 +123,6 @@ class FusedStep:
         """Sets what the gradients of the plan are multiplied by."""
         self._factor = factor
 
-    def disarm(self) -> None:
-        """Drops the plan; torch's own loop takes the step."""
-        self._plan = None
-
     def parameters(self) -> list[Tensor]:
         """All parameters of the optimizer."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

@@ -498,8 +498,8 @@ def test_a_plan_that_was_dropped_leaves_the_step_to_torch() -> None:
     give_gradients(params, 0)
 
     def closure() -> None:
-        fused.plan(params, [p.grad for p in params if p.grad is not None])
-        fused.disarm()
+        assert fused.plan(params, [p.grad for p in params if p.grad is not None])
+        assert not fused.plan(params, [p.grad.double() for p in params if p.grad is not None])
 
     with fused.standing_in():
         optimizer.step(closure)

@@ -113,13 +113,6 @@ class PreparedSgd(_Copies, SgdStep):
             len(pointers), rows, pointers.buffer_info()[0], codes, ctypes.byref(numbers), torch.get_num_threads()
         )
 
-    def refresh(self) -> None:
-        """Writes the copies of weights as they are."""
-        self._prepared.refresh()
-
-    def _first_stale(self, samples: int, seed: int) -> int | None:
-        return self._prepared.stale(samples, seed)
-
 
 def _factor(options: AdamOptions | SgdOptions) -> float:
     """What multiplies the gradients, with the sign of the direction."""
