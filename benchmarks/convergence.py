@@ -29,10 +29,9 @@ import torch
 
 from autoprec.demo.machine import circumstances
 from benchmarks.convergence_runs import ARMS, CLIP_NORM, POINTS, TASKS, Task, run
+from benchmarks.store import RESULTS, ROOT, digest_of, read_json, source_files, write_json
 from benchmarks.verdicts import paired_difference, verdict
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 SUMMARY = ROOT / "docs" / "convergence.json"
 SEEDS = 6
 PAIRS = {
@@ -46,13 +45,10 @@ _NOT_NUMERICS = ("cli.py", "summary.py", "__main__.py", "_factory.py")
 @functools.cache
 def source_digest() -> str:
     """Returns a digest of the files that may change what a run computes."""
-    files = [path for path in (ROOT / "autoprec").rglob("*") if path.suffix in (".py", ".c", ".h")]
+    files = source_files(ROOT / "autoprec")
     kept = [path for path in files if path.name not in _NOT_NUMERICS and path.parent.name != "demo"]
     kept += [ROOT / "autoprec/demo" / name for name in ("data.py", "models.py")]
-    digest = hashlib.sha256()
-    for path in sorted([*kept, ROOT / "benchmarks/convergence_runs.py"]):
-        digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+    return digest_of([*kept, ROOT / "benchmarks/convergence_runs.py"], ROOT)
 
 
 def run_path(folder: Path, task: Task, arm: str, seed: int) -> Path:
@@ -69,22 +65,6 @@ def run_path(folder: Path, task: Task, arm: str, seed: int) -> Path:
     settings = [task.name, task.steps, task.batch_size, dict(task.int8), CLIP_NORM, POINTS, arm, seed]
     digest = hashlib.sha256(json.dumps([fixed, settings], sort_keys=True).encode()).hexdigest()[:12]
     return folder / f"convergence-{task.name}-{arm}-{seed}-{digest}.json"
-
-
-def read_json(path: Path) -> Any:
-    """Returns what a file holds, ``None`` where there is none or it is damaged."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.part")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)
 
 
 def missing(tasks: Sequence[Task], seeds: int, folder: Path) -> list[tuple[Task, str, int]]:

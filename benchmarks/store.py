@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,27 @@ def source_digest(root: Path) -> str:
     Args:
         root: A checkout.
     """
+    return digest_of([*source_files(root / "autoprec"), *source_files(root / "benchmarks")], root)
+
+
+def source_files(folder: Path) -> list[Path]:
+    """Returns the source files in a folder and below, in no order.
+
+    Args:
+        folder: Where to look.
+    """
+    return [file for file in folder.rglob("*") if file.suffix in (".py", ".c", ".h")]
+
+
+def digest_of(files: Iterable[Path], root: Path) -> str:
+    """Returns a digest of the names and contents of files.
+
+    Args:
+        files: In any order.
+        root: What their names are relative to.
+    """
     digest = hashlib.sha256()
-    folders = (root / "autoprec", root / "autoprec/ops/csrc", root / "benchmarks")
-    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".c", ".h")]
-    for file in sorted(set(files)):
+    for file in sorted(files):
         digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -98,11 +116,11 @@ def write_json(path: Path, value: Any) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.part")
-    partial.write_text(json.dumps(value, indent=1))
+    partial.write_text(json.dumps(value, indent=1) + "\n")
     partial.replace(path)
 
 
-def read_json(path: Path) -> Any | None:
+def read_json(path: Path) -> Any:
     """Returns what a file holds, ``None`` where there is none or it is damaged.
 
     Args:
