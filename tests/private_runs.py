@@ -17,9 +17,24 @@ from autoprec import AutoPrecisionCallback, AutoPrecisionConfig, runners
 from autoprec import fast_path as fast_path_module
 from autoprec.fused import FusedStep
 from autoprec.stepping import Stepping
-from tests.small_fits import Outcome, clone, differences, loader, outcome, quiet, seed
+from tests.small_fits import MakeOptimizer, Outcome, Plain, clone, differences, loader, outcome, quiet, seed
 
 Make = Callable[[], LightningModule]
+
+
+class Changing(Plain):
+    """``change`` is called with the module and the number of the step before each forward."""
+
+    def __init__(self, optimizer: MakeOptimizer, change: Callable[[Any, int], object] | None = None) -> None:
+        super().__init__(optimizer)
+        self.change = change
+        self.steps = 0
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
+        if self.change is not None:
+            self.change(self, self.steps)
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
 
 
 class Onlooker(Callback):

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoprec import Action, AutoPrecisionConfig, LossScaleConfig, ScriptedController
 from autoprec.layers import ModuleState
-from tests.private_runs import Make, assert_private_is_the_same, assert_same_runs, gradients_of, run
+from tests.private_runs import Changing, Make, assert_private_is_the_same, assert_same_runs, gradients_of, run
 from tests.small_fits import Plain, StatefulLoader, differences, fp16_plugin, quiet, seed
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -48,8 +48,8 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.float(), target.float())
 
 
-class Net(Plain):
-    """``net`` on batches; ``change`` is called with the module and the number of the step before each forward."""
+class Net(Changing):
+    """``net`` on batches."""
 
     def __init__(
         self,
@@ -57,17 +57,9 @@ class Net(Plain):
         optimizer: MakeOptimizer = adamw,
         change: Callable[[Any, int], None] | None = None,
     ) -> None:
-        super().__init__(optimizer)
+        super().__init__(optimizer, change)
         if net is not None:
             self.net: Any = net
-        self.change = change
-        self.steps = 0
-
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
-        if self.change is not None:
-            self.change(self, self.steps)
-        self.steps += 1
-        return super().training_step(batch, batch_idx)
 
 
 class At(Callback):

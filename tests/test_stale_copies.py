@@ -21,8 +21,8 @@ from torch.optim import AdamW, Optimizer
 
 from autoprec import AutoPrecisionConfig
 from tests import weight_writers
-from tests.private_runs import Run, assert_private_is_the_same, assert_same_runs, run
-from tests.small_fits import Plain, StatefulLoader, seed
+from tests.private_runs import Changing, Run, assert_private_is_the_same, assert_same_runs, run
+from tests.small_fits import StatefulLoader, seed
 from tests.weight_writers import Clipper, clamp, clamp_through_helper
 
 pytestmark = pytest.mark.parametrize("check", ["0", "1"], ids=["samples", "whole copies"])
@@ -38,19 +38,9 @@ def adamw(parameters: Any) -> Optimizer:
     return AdamW(parameters, lr=0.01)
 
 
-class Net(Plain):
-    """``change`` is called with the module and the step before each forward."""
-
+class Net(Changing):
     def __init__(self, change: Callable[[Any, int], object] | None = None) -> None:
-        super().__init__(adamw)
-        self.change = change
-        self.steps = 0
-
-    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
-        if self.change is not None:
-            self.change(self, self.steps)
-        self.steps += 1
-        return super().training_step(batch, batch_idx)
+        super().__init__(adamw, change)
 
 
 class Validated(Net):
