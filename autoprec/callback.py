@@ -341,9 +341,16 @@ class AutoPrecisionCallback(Callback):
         self._fit.finish_window()
         if trainer.barebones or self._fit.window % max(log_interval(trainer), 1):
             return
+        values, bits = metrics(self._fit), mean_bits(self._fit.knobs)
         # the batch size has no effect here, but Lightning asks for one where `training_step` takes a `dataloader_iter`
-        self.log_dict(metrics(self._fit), batch_size=1)
-        self.log("autoprec/bits", mean_bits(self._fit.knobs), prog_bar=True, batch_size=1)
+        if trainer.loggers:
+            self.log_dict(values, batch_size=1)
+        else:  # what `log` does for loggers takes as long as a small step
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+        if trainer.loggers or trainer.progress_bar_callback is not None:
+            self.log("autoprec/bits", bits, prog_bar=True, batch_size=1)
+        else:
+            trainer.callback_metrics["autoprec/bits"] = torch.tensor(bits)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prints the table and writes the history, if asked to."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class FastPath:
         self._uses: Counter[int] | None = None
         self._copies: _Copies | None = None
         self._made_for = -1
+        self._is_handed_out = False
 
     def hand_out(self) -> bool:
         """Called before the forward of a training step: gives layers the copies they run on.
@@ -73,7 +74,8 @@ class FastPath:
         Returns:
             Whether the classes of layers must be swapped for this step.
         """
-        self.take_back()
+        if self._is_handed_out:
+            self.take_back()
         self.table.clear()
         if self._has_found_stale or not self._fused.taken:
             return False
@@ -82,13 +84,14 @@ class FastPath:
             return bool(self._candidates)
         if self._candidates:
             self._choose([layer for layer in self._candidates if self._is_lone(layer)])
-        elif self._have_moved or not all(layer.is_intact for layer in self.layers):
+        elif self._copies is not None and not self._copies.fit:
             self._choose(self.layers)
         if self._copies is None or not self._are_current(self._copies):
             return False
-        handed = dict(zip(self._copies.keys, self.table.hand_out(*self._copies.pairs), strict=True))
+        handed = iter(self.table.hand_out(*self._copies.pairs))
         for layer in self.layers:
             layer.take(handed)
+        self._is_handed_out = True
         return True
 
     def look_at_graph(self, loss: Tensor) -> None:
@@ -101,6 +104,7 @@ class FastPath:
 
     def take_back(self) -> None:
         """Called after the backward: lets go of the graph, and of copies that a graph which is kept still needs."""
+        self._is_handed_out = False
         for layer in self.layers:
             layer.weight_copy = layer.bias_copy = None
         if self._copies is not None and self._copies.are_in_use:
@@ -170,10 +174,6 @@ class FastPath:
 
     # ---- whether copies are what their weights are ----
 
-    @property
-    def _have_moved(self) -> bool:
-        return self._copies is not None and self._copies.have_moved
-
     def _are_current(self, copies: _Copies) -> bool:
         if self._refreshes_always or not copies.are_unwritten:
             copies.refresh()
@@ -192,6 +192,7 @@ class _Copies:
     """The copies of the weights of some layers, and what the weights looked like when they were written."""
 
     def __init__(self, layers: Sequence[_Layer]) -> None:
+        self._layers = layers
         pairs = [(parameter, layer.format_name) for layer in layers for parameter in layer.parameters]
         self.parameters = [parameter for parameter, _ in pairs]
         self.copies = [new_copy(parameter, name) for parameter, name in pairs]
@@ -207,9 +208,13 @@ class _Copies:
         self._checks = 0
 
     @property
-    def have_moved(self) -> bool:
-        """Whether ``.data`` of a parameter was replaced, maybe by a tensor that lies otherwise in memory."""
-        return self._addresses != list(map(Tensor.data_ptr, self.parameters))
+    def fit(self) -> bool:
+        """Whether the layers still have these parameters, and their ``.data`` was not replaced by other memory.
+
+        A tensor that was assigned to ``.data`` may lie otherwise in memory.
+        """
+        is_same = self._addresses == list(map(Tensor.data_ptr, self.parameters))
+        return is_same and all(layer.has_parameters for layer in self._layers) and all(map(_is_free, self.parameters))
 
     @property
     def are_in_use(self) -> bool:
@@ -261,27 +266,31 @@ class _Layer:
         self.bias_copy: Tensor | None = None
         self.calls = 0
         self._runner = state.run
-        self._marks: list[tuple[int, int, bool]] = []
+        self._marks: list[Any] = []
+
+    @property
+    def has_parameters(self) -> bool:
+        """Whether the layer still has its parameters."""
+        table = self.state.module._parameters
+        return table.get("weight") is self.weight and table.get("bias") is self.bias
 
     @property
     def is_intact(self) -> bool:
         """Whether the layer still has its parameters, and they want gradients that nobody else waits for."""
-        table = self.state.module._parameters
-        return (
-            table.get("weight") is self.weight
-            and table.get("bias") is self.bias
-            and all(p.requires_grad and p.dtype is torch.float32 and not is_observed(p) for p in self.parameters)
-        )
+        return self.has_parameters and all(map(_is_free, self.parameters))
 
-    def take(self, handed: dict[int, Tensor]) -> None:
-        """Gets the copies for a step."""
+    def take(self, handed: Iterator[Tensor]) -> None:
+        """Gets the copies for a step, in the order of ``parameters``."""
         self.calls = 0
-        self.weight_copy = handed[id(self.weight)]
-        self.bias_copy = None if self.bias is None else handed[id(self.bias)]
+        self.weight_copy = next(handed)
+        self.bias_copy = None if self.bias is None else next(handed)
         self._marks = self._read()
 
-    def _read(self) -> list[tuple[int, int, bool]]:
-        return [(p._version, p.data_ptr(), p.requires_grad) for p in self.parameters]
+    def _read(self) -> list[Any]:
+        marks: list[Any] = []
+        for parameter in self.parameters:
+            marks += parameter._version, parameter.data_ptr(), parameter.requires_grad
+        return marks
 
     def count(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs as always and counts."""
@@ -298,12 +307,13 @@ class _Layer:
 
     def _is_as_handed_out(self) -> bool:
         """Whether the training step has left format and parameters alone: not replaced, written or frozen them."""
-        table = self.state.module._parameters
-        if table.get("weight") is not self.weight or table.get("bias") is not self.bias:
-            return False
-        if self.state.run is not self._runner:  # a failed attempt has raised the layer
-            return False
-        return self._marks == self._read()
+        # another runner: a failed attempt has raised the layer
+        return self.state.run is self._runner and self.has_parameters and self._marks == self._read()
+
+
+def _is_free(parameter: Tensor) -> bool:
+    """Whether a parameter wants a gradient that nobody else waits for."""
+    return parameter.requires_grad and parameter.dtype is torch.float32 and not is_observed(parameter)
 
 
 def _runs_on_copies(module: nn.Module) -> bool:

@@ -25,6 +25,7 @@ from autoprec.units import is_exact, kind_of
 
 Runner = Callable[..., Any]
 _LOW = (torch.bfloat16, torch.float16)
+_ARE_TRANSFORMS_ACTIVE: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
 COUNTED = ("tf32", "fp8", "int8")
 """Formats whose calls are counted: one that runs in another format instead shows in no dtype."""
 
@@ -239,8 +240,7 @@ def _is_kernel_input(*tensors: Tensor | None) -> bool:
 
 def is_functorch_active() -> bool:
     """Inside ``torch.func`` transforms the quantised layers run in their compute dtype: they have no rules for it."""
-    check = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return check is not None and bool(check())
+    return bool(_ARE_TRANSFORMS_ACTIVE())
 
 
 def _conv_roundings(format_name: str) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]:
