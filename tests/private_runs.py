@@ -13,8 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from autoprec import AutoPrecisionCallback, AutoPrecisionConfig, runners
-from autoprec import fast_path as fast_path_module
+from autoprec import AutoPrecisionCallback, AutoPrecisionConfig, runners, weight_copies
 from autoprec.fused import FusedStep
 from autoprec.stepping import Stepping
 from tests.small_fits import MakeOptimizer, Outcome, Plain, clone, differences, loader, outcome, quiet, seed
@@ -48,11 +47,17 @@ class Onlooker(Callback):
 def counted() -> Iterator[Counter[str]]:
     """Counts calls of layers on copies, steps that kernels took, and steps whose gradients were private."""
     counts: Counter[str] = Counter()
-    run_on_copies, take, private = runners.run_on_copies, FusedStep._take, Stepping._private
+    run_on_copies, run_on_int8_copy = runners.run_on_copies, runners.run_on_int8_copy
+    take, private = FusedStep._take, Stepping._private
 
     def counting_run(*args: Any) -> Tensor:
         counts["on copies"] += 1
         return run_on_copies(*args)
+
+    def counting_run_int8(*args: Any) -> Tensor:
+        counts["on copies"] += 1
+        counts["on int8 copies"] += 1
+        return run_on_int8_copy(*args)
 
     def counting_take(self: FusedStep, group: Any) -> None:
         counts["groups by kernel"] += 1
@@ -67,7 +72,8 @@ def counted() -> Iterator[Counter[str]]:
         return gradients
 
     with (
-        mock.patch.object(fast_path_module, "run_on_copies", counting_run),
+        mock.patch.object(weight_copies, "run_on_copies", counting_run),
+        mock.patch.object(weight_copies, "run_on_int8_copy", counting_run_int8),
         mock.patch.object(FusedStep, "_take", counting_take),
         mock.patch.object(Stepping, "_private", counting_private),
     ):
