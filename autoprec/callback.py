@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from autoprec.action import Action
-from autoprec.collect import read_globals, read_units, record_unoffered
+from autoprec.collect import find_unoffered, read_globals, read_units, record_unoffered
 from autoprec.config import AutoPrecisionConfig
 from autoprec.controller import Controller, checked_reasons, checked_state, resolve_policy, save_map
 from autoprec.encoding import decode, encode
@@ -292,9 +292,10 @@ class AutoPrecisionCallback(Callback):
     def _decide(self, trainer: pl.Trainer) -> None:
         steering, knobs = self._fit, self._fit.knobs
         steering.telemetry.flush()
-        units = read_units(knobs, steering.telemetry, steering.applied_steps)
+        unoffered = find_unoffered(knobs, steering.telemetry)
+        units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered)
         run = read_globals(knobs, steering.telemetry, progress(trainer))
-        record_unoffered(knobs, steering.telemetry, steering.window)
+        record_unoffered(knobs, steering.telemetry, steering.window, unoffered)
         observation = encode(units, run)
 
         answer = self._ask(lambda: self.controller.decide(observation))
