@@ -114,7 +114,7 @@ def _read_unit(
         weight_subnormal_lower=measured.weight_subnormal_lower,
         act_amax=measured.act_amax[-1] if measured.act_amax else math.nan,
         act_amax_history=tuple(measured.act_amax),
-        steps_since_change=applied_steps - knobs.changed_at[unit.name],
+        steps_since_change=applied_steps - knobs.unit_formats.changed_at[unit.name],
         overflow_count=measured.overflow_count,
         held=held,
         frozen=unit.is_frozen,

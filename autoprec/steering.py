@@ -109,7 +109,7 @@ class Steering:
         self._found_inf = False
         self._skipping_since: int | None = None
         self._compilation = CompilationWatch(root)
-        self.knobs.map_limit = self._compilation.map_limit
+        self.knobs.unit_formats.map_limit = self._compilation.map_limit
         self._rescue = Rescue(self.knobs, self.runtime, self._compilation)
         self._rescue.start_trial()  # the Trainer's own fp16 is probed like any other map
 
@@ -188,7 +188,7 @@ class Steering:
             self.samples += 1
         if self.knobs.is_steering:
             self._compilation.look()
-            self.knobs.map_limit = self._compilation.map_limit
+            self.knobs.unit_formats.map_limit = self._compilation.map_limit
         self._rescue.finish_window(self.window + 1, self.applied_steps)
         self.runtime.records.clear()
         self.window += 1
@@ -228,10 +228,11 @@ class Steering:
         self.knobs.apply(action, self.window, self.applied_steps, median, why, reasons, is_move)
         if self.knobs.precision_map() != before:
             self._rescue.start_trial()
-        if len(self.knobs.maps) == self.knobs.map_limit and not self._has_warned_of_maps:
+        formats = self.knobs.unit_formats
+        if len(formats.maps) == formats.map_limit and not self._has_warned_of_maps:
             self._has_warned_of_maps = True
             rank_zero_warn(
-                f"autoprec has tried {self.knobs.map_limit} maps of a model that uses torch.compile. Requests for"
+                f"autoprec has tried {formats.map_limit} maps of a model that uses torch.compile. Requests for"
                 " others are refused from here on: the compiler gives up after"
                 " `torch._dynamo.config.recompile_limit` versions of a function."
             )
