@@ -25,7 +25,8 @@ from autoprec.history import History
 from autoprec.installation import Installation
 from autoprec.knobs import KNOBS, steered_units
 from autoprec.precision import AutoPrecision
-from autoprec.steering import STATE_VERSION, Steering, check_version
+from autoprec.saved_state import STATE_VERSION, check_version
+from autoprec.steering import Steering
 from autoprec.summary import mean_bits, metrics, no_decision, summarize
 from autoprec.trainer_facts import check_alone, check_trainer, loader_batch_size, log_interval, progress
 
@@ -198,7 +199,7 @@ class AutoPrecisionCallback(Callback):
         is_new = steering.window == 0 and self._next_script == 0
         if is_new or self._has_new_policy:
             self._apply(Answer(self._asking.first_map()), f"first map of policy {self.controller.name!r}")
-            steering.warn_of_unknown_names()
+            steering.requests.warn_of_unknown_names()
 
     @property
     def _fit(self) -> Steering:

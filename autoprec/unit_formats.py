@@ -68,6 +68,15 @@ class UnitFormats:
         allowed |= {self.current[unit.name], self._base_format(unit)}
         return tuple(name for name in unit.legal if name in allowed)
 
+    def current_and_lower(self) -> dict[str, tuple[str, str | None]]:
+        """Current format of every unit, and the next lower one that a policy may choose, by unit name."""
+        formats: dict[str, tuple[str, str | None]] = {}
+        for name, unit in self.units.items():
+            current, legal = self.current[name], self.steerable(unit)
+            index = legal.index(current)
+            formats[name] = (current, legal[index + 1] if index + 1 < len(legal) else None)
+        return formats
+
     @property
     def uses_fp16(self) -> bool:
         """Whether something runs in a format that needs a loss scale."""
