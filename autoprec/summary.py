@@ -114,7 +114,7 @@ def _format_lines(steering: Steering) -> list[str]:
         line = f"  {name:<10} {len(members)} units, {share:.1%} of parameters"
         if total_compute:
             line += f", {sum(compute[unit.name] for unit in members) / total_compute:.1%} of compute"
-        remarks = _remarks(name, members, is_compiled=knobs.map_limit is not None)
+        remarks = _remarks(name, members, is_compiled=knobs.unit_formats.map_limit is not None)
         lines.append(f"{line} ({'; '.join(remarks)})" if remarks else line)
     return lines + _left_alone_lines(left_alone)
 

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from autoprec import AutoPrecisionCallback, AutoPrecisionConfig, runners, weight_copies
 from autoprec.fused import FusedStep
@@ -19,6 +21,11 @@ from autoprec.stepping import Stepping
 from tests.small_fits import MakeOptimizer, Outcome, Plain, clone, differences, loader, outcome, quiet, seed
 
 Make = Callable[[], LightningModule]
+adamw: MakeOptimizer = partial(AdamW, lr=0.01)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.float(), target.float())
 
 
 class Changing(Plain):
@@ -34,6 +41,32 @@ class Changing(Plain):
             self.change(self, self.steps)
         self.steps += 1
         return super().training_step(batch, batch_idx)
+
+
+class Net(Changing):
+    """``net`` on batches."""
+
+    def __init__(
+        self,
+        net: nn.Module | None = None,
+        optimizer: MakeOptimizer = adamw,
+        change: Callable[[Any, int], None] | None = None,
+    ) -> None:
+        super().__init__(optimizer, change)
+        if net is not None:
+            self.net: Any = net
+
+
+def convolutions() -> Any:
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2, 2)),
+        nn.Conv2d(2, 6, 2, padding=1, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 4, 2, groups=2),
+        nn.Flatten(),
+        nn.Linear(16, 2),
+    )
 
 
 class Onlooker(Callback):
