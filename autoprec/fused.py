@@ -18,14 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from autoprec.moments import NarrowMoments
+from autoprec.moments import LEFT_TO_TORCH, NarrowMoments
 from autoprec.ops import WeightCopy, has_kernel, prepare_adam, prepare_sgd
 from autoprec.ops.prepared import AdamStep, SgdStep
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
-# settings of a group under which torch's own step does something that the kernels do not
-_OTHERWISE = ("amsgrad", "capturable", "differentiable")
 
 Options = dict[str, Any]
 
@@ -135,7 +133,7 @@ class FusedStep:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _prepare(self, index: int, group: Options, members: list[Tensor]) -> _Prepared | None:
-        if any(group.get(name) for name in _OTHERWISE):
+        if any(group.get(name) for name in LEFT_TO_TORCH):
             return None
         states = self._states(group, members)
         if states is None:

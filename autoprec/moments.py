@@ -27,8 +27,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _KEY = "exp_avg_sq"
 # which words a seed is for; the rest of its 64 bits are optimizer (15), group (16) and weight (32)
 _STEPPING, _NARROWING = 0, 1
-# settings of a group under which no kernel takes a step
-_OTHERWISE = ("amsgrad", "capturable", "differentiable")
+# settings of a group under which torch's own step does something that the kernels do not
+LEFT_TO_TORCH = ("amsgrad", "capturable", "differentiable")
 
 Group = Mapping[str, Any]
 
@@ -191,7 +191,7 @@ def _obstacle(optimizer: Any, is_fused: bool) -> str | None:
     if type(optimizer) not in (Adam, AdamW):
         return f"`{name}` is not torch's own Adam or AdamW"
     groups = optimizer.param_groups
-    setting = next((setting for setting in _OTHERWISE if any(group[setting] for group in groups)), None)
+    setting = next((setting for setting in LEFT_TO_TORCH if any(group.get(setting) for group in groups)), None)
     if setting is not None:
         return f"`{name}` has `{setting}=True`, with which it takes its steps itself"
     if is_fused:

@@ -134,7 +134,8 @@ class Twin:
 @pytest.mark.parametrize("index", [0, 3])
 def test_each_step_is_the_float32_one_rounded_with_the_words_of_the_reference(name: str, index: int) -> None:
     params = parameters()
-    optimizer = adamw([{"params": params[:4]}, {"params": params[4:], "lr": 0.1}])
+    groups: list[dict[str, Any]] = [{"params": params[:4]}, {"params": params[4:], "lr": 0.1}]
+    optimizer = adamw(groups)
     fused = narrow_step(optimizer, name, index=index)
     give_gradients(params, 0)
     assert not take(fused, optimizer)  # makes the moments
@@ -287,13 +288,15 @@ def add_double(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [switch_amsgrad, add_group, add_double])
-@pytest.mark.parametrize("options", [{}, {"foreach": True}])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
 def test_a_refused_step_is_torchs_own_on_float32(change: Callable[[Any], None], options: dict[str, Any]) -> None:
     params, optimizer, fused = started(**options)
     give_gradients(params, 9)
     change(optimizer)
     twin = torchs_twin(optimizer)
     assert not take(fused, optimizer)
+    assert fused.moments is not None
+    assert not fused.moments.has_stepped
     twin.step()
     assert_same_optimizers(optimizer, twin)
 
@@ -351,9 +354,14 @@ def test_moments_of_weights_in_bf16_stay_as_torch_makes_them() -> None:
 
 @both
 def test_state_dict_hands_out_float32_and_changes_nothing(name: str) -> None:
-    _, optimizer, fused = started(name)
+    params, optimizer, fused = started(name)
+    fused.moments.release()  # type: ignore[union-attr]
     seen: list[torch.dtype] = []
     optimizer.register_state_dict_post_hook(lambda _, found: seen.append(found["state"][0]["exp_avg_sq"].dtype))
+    fused.moments = NarrowMoments(optimizer, name)
+    give_gradients(params, 3)
+    take(fused, optimizer)
+    assert dtypes(optimizer) == {DTYPES[name]}
     before = moments(optimizer)
     found = optimizer.state_dict()
     assert_all_wide(found["state"])
@@ -479,21 +487,20 @@ def test_private_steps_have_the_bits_of_those_that_are_seen(name: str, options: 
     assert steps_of(private.callback) == steps_of(seen.callback) > 0
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@both
 def test_training_goes_where_it_goes_with_float32(name: str) -> None:
-    """A rounding is off by half of 2**-8 on average in bf16, a root halves that, and signs are random.
-
-    Over the run such steps must end within 1 % of the way from where float32 ends.
+    """A rounding is off by 0.3 of the format's eps on average; 320 of them add up to 18 times that, as a random walk
+    does; a root halves it. Weights end that much of their way from where they end with float32.
     """
     ends = []
     for each in ("fp32", name):
         seed()
-        module = Plain(partial(AdamW, lr=2e-3))  # type: ignore[arg-type]
+        module = Plain(partial(AdamW, lr=2e-3))
         start = torch.cat([p.detach().flatten().clone() for p in module.parameters()])
         run(module, policy="fixed:fp32", config=config(each), max_epochs=40)
         ends.append(torch.cat([p.detach().flatten() for p in module.parameters()]) - start)
     assert not torch.equal(*ends)
-    assert float((ends[1] - ends[0]).norm() / ends[0].norm()) < 0.01
+    assert float((ends[1] - ends[0]).norm() / ends[0].norm()) < 18 * 0.3 / 2 * torch.finfo(DTYPES[name]).eps
 
 
 def test_an_exception_leaves_float32_behind() -> None:
@@ -580,7 +587,10 @@ class Two(Net):
             optimizer.step()
 
     def configure_optimizers(self) -> Any:
-        groups = [{"params": self.net[0].parameters()}, {"params": self.net[1].parameters(), "lr": 1e-3}]
+        groups: list[dict[str, Any]] = [
+            {"params": self.net[0].parameters()},
+            {"params": self.net[1].parameters(), "lr": 1e-3},
+        ]
         return [Adam(groups, lr=1e-2), AdamW(self.net[3:].parameters(), lr=1e-2)], []
 
 
