@@ -31,7 +31,7 @@ from autoprec.ops.reference_steps import stream_starts
 from autoprec.summary import summarize
 from tests.fused_steps import give_gradients, parameters, take
 from tests.kernels import assert_same_bits, every_pattern, needs_cpu_kernels
-from tests.private_runs import Changing, assert_private_is_the_same, run
+from tests.private_runs import Changing, assert_private_is_the_same, assert_same_runs, run
 from tests.resumed import TOTAL, Net, Setup, assert_resumes, assert_same_end
 from tests.small_fits import Plain, StatefulLoader, loader, quiet, seed
 
@@ -503,6 +503,26 @@ def test_training_goes_where_it_goes_with_float32(name: str) -> None:
     assert float((ends[1] - ends[0]).norm() / ends[0].norm()) < 18 * 0.3 / 2 * torch.finfo(DTYPES[name]).eps
 
 
+def test_loads_and_copies_in_the_middle_of_a_fit_change_nothing() -> None:
+    class Meddles(Callback):
+        def __init__(self, is_on: bool) -> None:
+            self.is_on = is_on
+
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            (optimizer,) = trainer.optimizers
+            if self.is_on and trainer.global_step in (5, 9):
+                copy.deepcopy(optimizer).load_state_dict(optimizer.state_dict())
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    runs = []
+    for is_on in (False, True):
+        seed()
+        looks = SeesMoments()
+        runs.append(run(Plain(plain_adamw), config=config(), callbacks=[Meddles(is_on), looks]))
+        assert looks.seen == [{"float32"}] + [{"bfloat16"}] * 15
+    assert_same_runs(*runs)
+
+
 def test_an_exception_leaves_float32_behind() -> None:
     def stop(module: Any, step: int) -> None:
         if step == 5:
@@ -617,7 +637,8 @@ def test_skipped_steps_lose_nothing(module: Any, options: dict[str, Any], stop: 
     assert steps_of(through.callback) > 20
 
 
-def test_a_skipped_step_leaves_moments_as_they_are() -> None:
+@pytest.mark.parametrize("looks_on", [False, True])
+def test_a_skipped_step_leaves_moments_as_they_are(looks_on: bool) -> None:
     class Poisons(Plain):
         def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -631,7 +652,9 @@ def test_a_skipped_step_leaves_moments_as_they_are() -> None:
             self.kept.append([moment.clone() for moment in moments(trainer.optimizers[0])])
 
     keeps = Keeps()
-    done = run(Poisons(plain_adamw), config=config(second_moment_after=4), callbacks=[keeps], max_epochs=1)
+    done = run(
+        Poisons(plain_adamw), config=config(second_moment_after=4), callbacks=[keeps], max_epochs=1, looks_on=looks_on
+    )
     assert done.callback.skipped_steps == 1
     before, skipped, after = keeps.kept[3:6]
     for left, right in zip(before, skipped, strict=True):
