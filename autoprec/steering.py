@@ -59,7 +59,8 @@ class Steering:
         is_in_step: Whether ``training_step`` is running.
         kernel_steps: Optimizer steps of this process that kernels took.
         narrow_steps: Those among them that worked on second moments in 16 bits.
-        wide_reason: Why no step could, ``None`` where nothing stood in the way from the start.
+        wide_reason: Why some or all second moments stay in float32 though 16 bits were asked for; ``None`` where
+            nothing stood in the way at the start.
         copied_layers: Layers that ran on kept copies of their weights in the latest step.
         onlooker: Whose code may look at gradients in the middle of a step, so that they are kept in ``.grad`` and no
             copies of weights are kept; ``None`` if nobody's.
