@@ -410,3 +410,22 @@ def test_calls_run_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatc
     model.adam(triton_optimizers)
     first = next(p for p, name in zip(model.params, FORMATS, strict=True) if name == "int8")
     assert [tensor.data_ptr() for tensor in seen] == [first.data_ptr(), model.grads[0].data_ptr()]
+
+
+@pytest.mark.parametrize("moment_dtype", [BF16, FP16])
+def test_random_words_go_by_the_place_of_a_weight_in_memory(moment_dtype: torch.dtype) -> None:
+    """Whatever the memory order of its gradient."""
+    weight = torch.randn(4, 6, 3, 3).to(memory_format=torch.channels_last)
+    moment = torch.rand(4, 6, 3, 3).to(moment_dtype)
+    results = []
+    for module in (triton_optimizers, reference_prepared):
+        param, exp_avg = weight.clone(), torch.zeros_like(weight)
+        exp_avg_sq = torch.empty_like(weight, dtype=moment_dtype).copy_(moment)
+        grad = torch.zeros(4, 6, 3, 3)  # contiguous, and rounding has nothing else to decide
+        settings = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+        state = ([exp_avg], [exp_avg_sq], [torch.tensor(1.0)])
+        step_of_adam(module, [param], [grad], *state, **settings, seed=9, offset=77)
+        assert param.is_contiguous(memory_format=torch.channels_last)
+        results.append(exp_avg_sq)
+    assert not torch.equal(results[1].float(), moment.float() * 0.999)
+    assert_same_bits([results[0].contiguous()], [results[1].contiguous()])

@@ -36,17 +36,23 @@ Clones = list["tuple[Tensor | None, Tensor]"]
 def _in_one_order(columns: Sequence[Column], grads: Sequence[Tensor]) -> tuple[list[list[Tensor | None]], Clones]:
     """Lists whose tensors lie in memory in one order at each position.
 
-    Tensors that do not are replaced by contiguous clones. Pairs of originals and clones are returned as well, to be
-    kept until the launch; for gradients, which nothing writes, without the original.
+    Tensors that do not are replaced by clones that lie like their parameter, by whose memory random words are drawn; a
+    parameter with gaps is cloned as well. Pairs of originals and clones are returned, to be kept until the launch; for
+    gradients, which nothing writes, without the original.
     """
     ordered, clones = [list(column) for column in columns], []
     for position, tensors in enumerate(zip(*columns, strict=True)):
-        if not is_one_order([t for t in tensors if t is not None]):
-            for column in ordered:
-                original = column[position]
-                if original is not None:
-                    column[position] = clone = original.detach().clone(memory_format=torch.contiguous_format)
-                    clones.append((None if original is grads[position] else original, clone))
+        if is_one_order([tensor for tensor in tensors if tensor is not None]):
+            continue
+        param = tensors[0]
+        assert param is not None, "the first column holds the parameters"
+        strides = torch.empty_like(param).stride()  # those of the parameter, unless it has gaps
+        for column in ordered:
+            original = column[position]
+            if original is not None and original.stride() != strides:
+                clone = torch.empty_strided(original.shape, strides, dtype=original.dtype, device=original.device)
+                column[position] = clone.copy_(original.detach())
+                clones.append((None if original is grads[position] else original, clone))
     return ordered, clones
 
 
