@@ -422,7 +422,14 @@ def test_random_words_go_by_the_place_of_a_weight_in_memory(moment_dtype: torch.
         param, exp_avg = weight.clone(), torch.zeros_like(weight)
         exp_avg_sq = torch.empty_like(weight, dtype=moment_dtype).copy_(moment)
         grad = torch.zeros(4, 6, 3, 3)  # contiguous, and rounding has nothing else to decide
-        settings = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+        settings: dict[str, Any] = {
+            "lr": 1e-2,
+            "beta1": 0.9,
+            "beta2": 0.999,
+            "eps": 1e-8,
+            "weight_decay": 0.1,
+            "decoupled": True,
+        }
         state = ([exp_avg], [exp_avg_sq], [torch.tensor(1.0)])
         step_of_adam(module, [param], [grad], *state, **settings, seed=9, offset=77)
         assert param.is_contiguous(memory_format=torch.channels_last)
