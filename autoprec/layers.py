@@ -32,6 +32,8 @@ from autoprec.units import Unit, kind_of
 
 # formats whose range is short enough to watch the output in every step
 _WATCHED = ("fp16", "fp8", "int8")
+# what a record of the loss is called, which no module can be
+_LOSS = "the loss"
 
 
 class Record(NamedTuple):
@@ -56,7 +58,7 @@ class Runtime:
         runs_on_copies: Whether layers run on kept copies of their weights in this step.
         records_all: Record the output range of every unit, not only of those that can overflow.
         records_inputs: Also record what goes into a unit, to tell it from the operations before it.
-        records: What units took and returned, in order of execution.
+        records: What units took and returned, in order of execution; each loss counts as taken.
         untouched: Units that ran as they are because the user switched autocast off around them.
         thread: The thread that trains.
         on_output: Called with unit name and output of each recorded unit, ``None`` for nothing.
@@ -85,6 +87,15 @@ class Runtime:
         if tensor is not None and _is_measurable(tensor):
             bounds = torch.stack([bound.float() for bound in torch.aminmax(tensor.detach())])
             self.records.append(Record(state.name, is_input, bounds, tensor.numel() * state.fan_in))
+
+    def record_loss(self, loss: Tensor) -> None:
+        """Notes where in the order of execution a backward began; nothing while no unit is recorded.
+
+        Args:
+            loss: Unscaled, ``[]``.
+        """
+        if self.records:
+            self.records.append(Record(_LOSS, True, loss.expand(2), 0.0))
 
 
 class ModuleState:
