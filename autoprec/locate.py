@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autoprec.layers import Record
+from autoprec.runners import is_functorch_active
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -85,7 +86,7 @@ class Locator:
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._forward is None and not is_finite(output):
+            if self._forward is None and not is_functorch_active() and not is_finite(output):  # vmap hides values
                 place = "its output" if is_finite(args) else "its input, from the operations before it"
                 self._forward = f"{name} ({place})"
 

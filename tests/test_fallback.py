@@ -5,7 +5,9 @@ Time budget: 5 s.
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from typing import Any
 
 import pytest
@@ -13,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from autoprec import AutoPrecisionCallback
-from tests.support import Task, all_in, assert_finite, cpu, reported, scripted
+from autoprec import AutoPrecisionCallback, GuardConfig, NonFiniteTrainingError
+from tests.support import Task, all_in, assert_finite, cpu, reported, scripted, squares_but
 
 PARTS = 4
 
@@ -80,3 +82,21 @@ def test_bad_data_of_the_window_before_excuse_nobody() -> None:
     ap, _ = fit("fp16", loss, bad={PARTS: torch.tensor(math.nan)})
     assert (ap.applied_steps, ap.skipped_steps) == (1, 2)
     assert ap.precision_map() == {"net.0": "fp16", "net.1": "fp32"}
+
+
+def test_the_search_for_the_first_offender_leaves_vmap_alone() -> None:
+    """Under vmap a tensor's values cannot be read."""
+
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 1)
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.func.vmap(self.inner)(x)
+
+    skips = GuardConfig().max_consecutive_skips
+    always = functools.partial(squares_but, bad=range(skips), factor=math.inf)
+    task = Task(nn.Sequential(nn.Linear(16, 16), Mapped()), torch.rand(16 * skips, 16), 16, loss=always)
+    with pytest.raises(NonFiniteTrainingError, match=re.escape("First offending layer: net.1.inner (its gradient)")):
+        cpu(callbacks=[scripted()]).fit(task)
