@@ -109,6 +109,13 @@ class Knobs:
         """Whether any layer runs otherwise than under the Trainer's own precision."""
         return self._is_steering
 
+    def is_run_explicitly(self, unit: Unit) -> bool:
+        """Whether a unit runs in its format while layers are steered.
+
+        Vectors and containers follow autocast unless they were named; normalisation layers always widen.
+        """
+        return unit.has_matrix or unit.kind == "norm" or unit.name in self._named
+
     @property
     def uses_fp16(self) -> bool:
         """Whether something runs in a format that needs a loss scale."""
@@ -140,7 +147,7 @@ class Knobs:
         return torch.float32 if self.is_ambient_raised else get_format(self.base.format or "fp32").compute_dtype
 
     def precision_map(self) -> dict[str, str]:
-        """Format of every unit by name, in the model's order."""
+        """Format asked of every unit by name, in the model's order; a unit that nobody calls has one as well."""
         return dict(self.formats)
 
     def map_to_save(self) -> tuple[dict[str, str], float | None, float | None]:
@@ -298,6 +305,7 @@ class Knobs:
             "ran": {
                 name: [[*pair, n] for pair, n in unit.ran.items()] for name, unit in self.units.items() if unit.ran
             },
+            "called": [name for name, unit in self.units.items() if unit.has_run],
             "clip": self.threshold.state_dict("clip" in self.masked),
             "is_ambient_raised": self.is_ambient_raised,
             "is_steering": self._is_steering,
@@ -320,6 +328,8 @@ class Knobs:
         self.changed_at.update({name: int(at) for name, at in state["changed_at"].items() if name in self.units})
         for name in state["ran"].keys() & self.units.keys():
             self.units[name].ran = Counter({(asked, ran): int(count) for asked, ran, count in state["ran"][name]})
+        for name in self.units.keys() & state["called"]:
+            self.units[name].has_run = True
         self.guard.load_state_dict(state["guard"])
         was_enabled = self.loss_scale.enabled
         self.loss_scale.load_state_dict(state["loss_scale"])
@@ -354,17 +364,13 @@ class Knobs:
         self.changes += 1
         for unit in self.units.values():
             if unit.reason is None:
-                is_plain = not self._is_steering or not self._is_run_explicitly(unit)
+                is_plain = not self._is_steering or not self.is_run_explicitly(unit)
                 set_format(unit, None if is_plain else self.formats[unit.name])
         if self.uses_fp16 and not self.loss_scale.enabled and "loss_scale" not in self.masked:
             self.loss_scale.enabled = True
 
     def _norms(self) -> set[str]:
         return {unit.name for unit in self.units.values() if not unit.has_matrix}
-
-    def _is_run_explicitly(self, unit: Unit) -> bool:
-        """Vectors and containers follow autocast unless they were named; normalisation layers always widen."""
-        return unit.has_matrix or unit.kind == "norm" or unit.name in self._named
 
     def _map_key(self, changes: Mapping[str, str]) -> tuple[str, ...]:
         return tuple({**self.formats, **changes}.values())

@@ -289,6 +289,7 @@ def _steered_forward(base_forward: Runner) -> Runner:
             # the user protects this region with autocast(enabled=False)
             if state.run is not None and state.runtime.is_recording and not torch.compiler.is_compiling():
                 state.runtime.untouched.add(state.name)
+                state.unit.has_run = True
             return base_forward(self, *args, **kwargs)
         return _call(state, self, args, kwargs)
 
@@ -296,9 +297,12 @@ def _steered_forward(base_forward: Runner) -> Runner:
 
 
 def _call(state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    runtime = state.runtime
-    if torch.compiler.is_compiling() or is_functorch_active():
+    if torch.compiler.is_compiling():
         return state.run_plain(*args, **kwargs)
+    state.unit.has_run = True
+    if is_functorch_active():
+        return state.run_plain(*args, **kwargs)
+    runtime = state.runtime
     run = state.override or state.run or state.plain.forward  # type: ignore[attr-defined]
     if not runtime.is_recording:
         return run(module, *args, **kwargs)

@@ -145,7 +145,7 @@ class AutoPrecision(WrappedPrecision):
         return History() if self.steering is None else self.steering.history
 
     def precision_map(self) -> dict[str, str]:
-        """Current format of every unit by name; empty before the first fit."""
+        """Format asked of every unit by name; empty before the first fit."""
         return {} if self.steering is None else self.steering.knobs.precision_map()
 
     @property
