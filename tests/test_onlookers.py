@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
@@ -548,3 +548,20 @@ def test_a_trainer_finds_its_own_parts_known() -> None:
     trainer = Trainer(accelerator="cpu", logger=False)
     callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
     assert onlooker(Plain(), callbacks, (trainer.strategy, trainer.precision_plugin)) is None
+
+
+# ---- strategies with several processes ----
+
+
+class Mine(DDPStrategy):
+    pass
+
+
+class Wide(SingleDeviceStrategy):
+    world_size = 2
+
+
+@pytest.mark.parametrize("make", [DDPStrategy, FSDPStrategy, ModelParallelStrategy, Mine, lambda: Wide("cpu")])
+def test_strategies_with_several_processes_see_gradients(make: Callable[[], Any]) -> None:
+    strategy = make()
+    assert onlooker(Plain(), [], (strategy, Precision())) == f"`{type(strategy).__qualname__}`"
