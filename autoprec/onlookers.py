@@ -56,7 +56,10 @@ _COMES_LATER = (
 _WRITES_GRADIENTS = ("on_before_optimizer_step",)
 _MATTERS = {*_SEES_GRADIENTS, *_COMES_LATER, "training_step", "forward"}
 # names through which code reads gradients, or writes weights without a trace
-_READS = dict.fromkeys(("grad", "grad_norm", "get_total_norm", "clip_grad_norm_", "clip_grad_value_"), "gradients")
+_READS = {
+    **dict.fromkeys(("grad", "grad_norm", "get_total_norm", "clip_grad_norm_", "clip_grad_value_"), "gradients"),
+    **dict.fromkeys(("next_functions", "get_gradient_edge"), "the graph, where hooks see gradients"),
+}
 _WRITES = dict.fromkeys(("data", "set_"), "weights past autograd")
 
 

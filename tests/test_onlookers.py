@@ -210,6 +210,15 @@ def sets(self: Any, batch: Any, batch_idx: int) -> Any:
     self.net[0].weight.set_(torch.ones(1))
 
 
+def hooks_node(self: Any, batch: Any, batch_idx: int) -> Any:
+    weight = self.net[0].weight
+    weight.expand_as(weight).grad_fn.next_functions[0][0].register_prehook(print)
+
+
+def hooks_edge(self: Any, batch: Any, batch_idx: int) -> Any:
+    torch.autograd.graph.get_gradient_edge(self.net[0].weight).node.register_prehook(print)
+
+
 def calls_method(self: Any, batch: Any, batch_idx: int) -> Any:
     self.tidy()
 
@@ -307,6 +316,8 @@ STEPS = [
     clips,
     writes,
     sets,
+    hooks_node,
+    hooks_edge,
     calls_method,
     calls_function,
     calls_helper,
