@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,6 +33,24 @@ def _is_expected() -> bool:
     return bool(getattr(_here, "is_expected", False))
 
 
+class Expecting:
+    """Surrounds the plugin's own steps, with all that an optimizer steps inside its own, and their closures.
+
+    Args:
+        is_expected: ``False`` for a closure, whose backward may step optimizers in hooks of its own.
+    """
+
+    def __init__(self, is_expected: bool) -> None:
+        self._is_expected = is_expected
+        self._was = False
+
+    def __enter__(self) -> None:
+        self._was, _here.is_expected = _is_expected(), self._is_expected
+
+    def __exit__(self, *exception: object) -> None:
+        _here.is_expected = self._was
+
+
 class StepGuard:
     """Watches all optimizers that hold weights of a model, those that Lightning does not know included.
 
@@ -59,19 +76,6 @@ class StepGuard:
     def remove(self) -> None:
         """Removes the hook."""
         self._handle.remove()
-
-    @contextmanager
-    def expecting(self, is_expected: bool) -> Iterator[None]:
-        """Surrounds the plugin's own steps, with all that an optimizer steps inside its own, and their closures.
-
-        Args:
-            is_expected: ``False`` for a closure, whose backward may step optimizers in hooks of its own.
-        """
-        was, _here.is_expected = _is_expected(), is_expected
-        try:
-            yield
-        finally:
-            _here.is_expected = was
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _is_expected() or not self._holds_weights(optimizer):

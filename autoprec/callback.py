@@ -1,35 +1,34 @@
-"""The callback: collects readings when a decision is due, asks the controller, and has the request carried out."""
+"""The callback: collects readings when a decision is due, has the controller asked, and has its request carried out.
+
+What does not live here: how a controller is asked and what its faults lead to (``asking``), and how the plugin comes
+into a Trainer (``installation``).
+"""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from autoprec.action import Action
-from autoprec.collect import read_globals, read_units, record_unoffered
+from autoprec.asking import Answer, Asking
+from autoprec.collect import find_unoffered, read_globals, read_units, record_unoffered
 from autoprec.config import AutoPrecisionConfig
-from autoprec.controller import Controller, checked_reasons, checked_state, resolve_policy, save_map
-from autoprec.encoding import decode, encode
-from autoprec.history import Decision, History
-from autoprec.knobs import KNOBS, Knobs, steered_units
-from autoprec.plugins import check_base
+from autoprec.controller import Controller, resolve_policy, save_map
+from autoprec.history import History
+from autoprec.installation import Installation
+from autoprec.knobs import KNOBS, steered_units
 from autoprec.precision import AutoPrecision
-from autoprec.settings import PluginSettings
-from autoprec.steering import STATE_VERSION, Steering, check_version
+from autoprec.saved_state import STATE_VERSION, check_version
+from autoprec.steering import Steering
 from autoprec.summary import mean_bits, metrics, no_decision, summarize
-from autoprec.trainer_facts import check_alone, check_idle, check_trainer, loader_batch_size, log_interval, progress
-
-T = TypeVar("T")
+from autoprec.trainer_facts import check_alone, check_trainer, loader_batch_size, log_interval, progress
 
 
 class AutoPrecisionCallback(Callback):
@@ -84,14 +83,10 @@ class AutoPrecisionCallback(Callback):
         self._settings = self.plugin.settings
         self.config = self._settings.config
         self.controller = resolve_policy(policy, self.config)
-        # asking costs a copy of the random states, which steps without a script need not pay
-        self._is_scripted = type(self.controller).step_action is not Controller.step_action
         self.interval = operator.index(interval)
         self.history_file = history_file
         self.verbose = verbose
-        self._found: Any = None
-        self._found_settings: PluginSettings | None = None
-        self._owner: Any = None
+        self._installation = Installation()
         self._reset()
 
     def _reset(self) -> None:
@@ -99,7 +94,7 @@ class AutoPrecisionCallback(Callback):
         self._seen_samples = 0
         self._next_script = 0
         self._next_epoch = 0
-        self._has_failed = False
+        self._asking = Asking(self.controller, self.plugin)
         self._saved_controller: dict[str, Any] | None = None
         self._has_new_policy = False
 
@@ -133,7 +128,7 @@ class AutoPrecisionCallback(Callback):
     @property
     def batch_size(self) -> int | None:
         """The loader's batch size per rank, ``None`` if it is not known."""
-        return loader_batch_size(self._owner)
+        return loader_batch_size(self._installation.owner)
 
     @property
     def clip_threshold(self) -> float:
@@ -164,7 +159,7 @@ class AutoPrecisionCallback(Callback):
         """
         if not isinstance(action, Action):
             raise TypeError(f"Passed `request({action!r})`. It takes an `autoprec.Action`.")
-        if self._owner is None or self.steering is None:
+        if self._installation.owner is None or self.steering is None:
             raise RuntimeError("Called `request(...)` while no fit is under way. Call it from a hook or a step.")
         self.steering.request(action)
 
@@ -189,40 +184,25 @@ class AutoPrecisionCallback(Callback):
         if stage != "fit":
             return
         check_alone(trainer, AutoPrecisionCallback)
-        if self._owner is not None and self._owner is not trainer:
-            check_idle(self._owner)
-            self._restore(self._owner)  # its fit ended without telling
+        self.plugin = self._installation.install(trainer, self._settings)
         self._reset()
-        found = trainer.strategy.precision_plugin
-        if isinstance(found, AutoPrecision):
-            self._found_settings = found.settings
-        else:
-            self._found = found
-            found = AutoPrecision(base=check_base(found))
-            trainer.strategy.precision_plugin = found
-        found.settings = self._settings
-        self.plugin = found
-        self._owner = trainer
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tells the controller which units there are."""
         knobs = self._fit.knobs
-        units = steered_units(knobs)
-        if not units and "precision" not in knobs.masked and self.verbose:
+        if not steered_units(knobs) and "precision" not in knobs.masked and self.verbose:
             rank_zero_info("autoprec: no layer of this model can be steered; loss scale and clipping still are.")
-        self._ask(lambda: self.controller.start([u.name for u in units], [knobs.steerable(u) for u in units]))
+        self._asking.start(knobs)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restores what a checkpoint held, or applies the controller's first map."""
         steering = self._fit
         if self._saved_controller is not None:
-            state = self._saved_controller
-            self._ask(lambda: self.controller.load_state_dict(state))
+            self._asking.load(self._saved_controller)
         is_new = steering.window == 0 and self._next_script == 0
         if is_new or self._has_new_policy:
-            first = self._ask(lambda: Action(precision=self.controller.initial_map()))
-            self._apply(first, f"first map of policy {self.controller.name!r}")
-            steering.warn_of_unknown_names()
+            self._apply(Answer(self._asking.first_map()), f"first map of policy {self.controller.name!r}")
+            steering.requests.warn_of_unknown_names()
 
     @property
     def _fit(self) -> Steering:
@@ -231,25 +211,14 @@ class AutoPrecisionCallback(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Gives the Trainer its own plugin back."""
-        self._restore(trainer)
+        self._installation.remove(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Gives the Trainer its own plugin back; Lightning does not call ``teardown`` after an exception."""
         try:
             self._write_history(trainer)
         finally:
-            self._restore(trainer)
-
-    def _restore(self, trainer: pl.Trainer) -> None:
-        if self._owner is not trainer:
-            return
-        self._owner = None
-        if self._found is not None:
-            self.plugin.release()
-            trainer.strategy.precision_plugin = self._found
-            self._found = None
-        elif self._found_settings is not None:
-            self.plugin.settings, self._found_settings = self._found_settings, None
+            self._installation.remove(trainer)
 
     # ---- boundaries ----
 
@@ -261,7 +230,7 @@ class AutoPrecisionCallback(Callback):
         if epoch < self._next_epoch:
             return
         self._next_epoch = epoch + 1
-        self._apply(self._ask(lambda: _checked(self.controller.epoch_action(epoch))), f"epoch {epoch}")
+        self._apply(Answer(self._asking.for_epoch(epoch)), f"epoch {epoch}")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -275,11 +244,8 @@ class AutoPrecisionCallback(Callback):
         self._ask_for_epoch(trainer.current_epoch)  # Lightning leaves out the epoch's hook after some resumes
         if steering.window >= self._next_script:
             self._next_script = steering.window + 1
-            if self._is_scripted:
-                self._apply(
-                    self._ask(lambda: _checked(self.controller.step_action(steering.window))),
-                    f"window {steering.window}",
-                )
+            if self._asking.is_scripted:
+                self._apply(Answer(self._asking.for_window(steering.window)), f"window {steering.window}")
         self._decide_if_due(trainer)
 
     def _decide_if_due(self, trainer: pl.Trainer) -> None:
@@ -295,45 +261,16 @@ class AutoPrecisionCallback(Callback):
     def _decide(self, trainer: pl.Trainer) -> None:
         steering, knobs = self._fit, self._fit.knobs
         steering.telemetry.flush()
-        units = read_units(knobs, steering.telemetry, steering.applied_steps)
+        unoffered = find_unoffered(knobs, steering.telemetry)
+        units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered)
         run = read_globals(knobs, steering.telemetry, progress(trainer))
-        record_unoffered(knobs, steering.telemetry, steering.window)
-        observation = encode(units, run)
-
-        answer = self._ask(lambda: self.controller.decide(observation))
-        if is_move := answer is not None and not isinstance(answer, Action):
-            moves: Any = answer
-            answer = self._ask(lambda: decode(moves, units, run))
-        reasons = self._ask(lambda: checked_reasons(self.controller.reasons())) or {}
-        self._apply(_without_masked(answer, knobs), f"policy {self.controller.name!r}", reasons, is_move)
+        record_unoffered(knobs, steering.telemetry, steering.window, unoffered)
+        self._apply(self._asking.decide(units, run, knobs.masked), f"policy {self.controller.name!r}")
         steering.telemetry.start_window()
 
-    def _apply(
-        self,
-        action: Action | None,
-        why: str,
-        reasons: Mapping[str, str] = MappingProxyType({}),
-        is_move: bool = False,
-    ) -> None:
-        if action is not None and not action.is_empty:
-            self._fit.apply(action, why, reasons, is_move)
-
-    def _ask(self, question: Callable[[], T]) -> T | None:
-        """Asks the controller; its fault must not end the user's run, so it is recorded once and ignored."""
-        device_type = "cpu" if self.steering is None else self.steering.runtime.device_type
-        try:
-            with isolate_rng(), torch.no_grad(), torch.autocast(device_type, enabled=False):
-                return question()
-        except Exception as error:
-            if not self._has_failed:
-                self._has_failed = True
-                reason = f"{type(error).__name__}: {error}"
-                window = 0 if self.steering is None else self.steering.window
-                self.history.append(Decision(window, "policy", None, None, None, None, "refused", reason))
-                rank_zero_warn(
-                    f"autoprec: policy {self.controller.name!r} failed ({reason}); the run goes on without it."
-                )
-            return None
+    def _apply(self, answer: Answer, why: str) -> None:
+        if answer.action is not None and not answer.action.is_empty:
+            self._fit.apply(answer.action, why, answer.reasons, answer.is_move)
 
     # ---- reports ----
 
@@ -344,9 +281,16 @@ class AutoPrecisionCallback(Callback):
         self._fit.finish_window()
         if trainer.barebones or self._fit.window % max(log_interval(trainer), 1):
             return
+        values, bits = metrics(self._fit), mean_bits(self._fit.knobs)
         # the batch size has no effect here, but Lightning asks for one where `training_step` takes a `dataloader_iter`
-        self.log_dict(metrics(self._fit), batch_size=1)
-        self.log("autoprec/bits", mean_bits(self._fit.knobs), prog_bar=True, batch_size=1)
+        if trainer.loggers:
+            self.log_dict(values, batch_size=1)
+        else:  # what `log` does for loggers takes as long as a small step
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+        if trainer.loggers or trainer.progress_bar_callback is not None:
+            self.log("autoprec/bits", bits, prog_bar=True, batch_size=1)
+        else:
+            trainer.callback_metrics["autoprec/bits"] = torch.tensor(bits)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prints the table and writes the history, if asked to."""
@@ -363,7 +307,7 @@ class AutoPrecisionCallback(Callback):
 
     @rank_zero_only
     def _write_history(self, trainer: pl.Trainer) -> None:
-        if self.history_file is False or self._owner is not trainer:
+        if self.history_file is False or self._installation.owner is not trainer:
             return
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         path = folder / "autoprec.jsonl" if self.history_file is True else Path(self.history_file)
@@ -379,7 +323,7 @@ class AutoPrecisionCallback(Callback):
         return {
             "version": STATE_VERSION,
             "policy": self.controller.name,
-            "controller": self._ask(lambda: checked_state(self.controller.state_dict())) or {},
+            "controller": self._asking.state(),
             "last_decision": self._last_decision,
             "seen_samples": self._seen_samples,
             "next_script": self._next_script,
@@ -410,20 +354,3 @@ class AutoPrecisionCallback(Callback):
                 f"The checkpoint was written under policy {state_dict['policy']!r}; {self.controller.name!r} starts"
                 " anew. The formats that it begins with are applied; what it leaves open stays as in the checkpoint."
             )
-
-
-def _checked(action: Any) -> Action | None:
-    if action is not None and not isinstance(action, Action):
-        raise TypeError(f"a policy must return an `autoprec.Action` or None, not {action!r}")
-    return action
-
-
-def _without_masked(action: Action | None, knobs: Knobs) -> Action | None:
-    """Drops what a policy asks of masked knobs; only explicit requests are worth a line in the record."""
-    if action is None:
-        return None
-    return Action(
-        precision=None if "precision" in knobs.masked else action.precision,
-        loss_scale=None if "loss_scale" in knobs.masked else action.loss_scale,
-        clip=None if "clip" in knobs.masked else action.clip,
-    )

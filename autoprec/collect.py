@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -16,39 +17,56 @@ from autoprec.units import Unit
 _UNOFFERED = "not offered to policies"
 
 
-def read_units(knobs: Knobs, telemetry: Telemetry, applied_steps: int) -> list[UnitReading]:
+Unoffered = Mapping[str, Mapping[str, str]]
+"""Unit name to the formats that its policy may not choose although the user lets it, each with the reason."""
+
+
+def find_unoffered(knobs: Knobs, telemetry: Telemetry) -> Unoffered:
+    """Finds the formats that cannot save time in a unit, for all steered units.
+
+    Args:
+        knobs: Current values.
+        telemetry: Measurements, flushed.
+    """
+    return {unit.name: _unoffered(unit, knobs, telemetry) for unit in steered_units(knobs)}
+
+
+def read_units(knobs: Knobs, telemetry: Telemetry, applied_steps: int, unoffered: Unoffered) -> list[UnitReading]:
     """Readings of all steered units, in the order of their rows.
 
     Args:
         knobs: Current values.
         telemetry: Measurements, flushed.
         applied_steps: Applied optimizer steps so far.
+        unoffered: What :func:`find_unoffered` returned.
     """
     units = steered_units(knobs)
     parameters = sum(unit.parameter_count for unit in units) or 1
     compute = sum(telemetry.units[unit.name].compute for unit in units) or 1.0
-    return [_read_unit(unit, knobs, telemetry, applied_steps, parameters, compute) for unit in units]
+    return [
+        _read_unit(unit, knobs, telemetry, applied_steps, parameters, compute, unoffered[unit.name]) for unit in units
+    ]
 
 
-def record_unoffered(knobs: Knobs, telemetry: Telemetry, window: int) -> None:
+def record_unoffered(knobs: Knobs, telemetry: Telemetry, window: int, unoffered: Unoffered) -> None:
     """Puts on record, once for each unit, which formats its policy may not choose because they cannot pay.
 
     Args:
         knobs: Current values.
         telemetry: Measurements, flushed.
         window: Index of the window that begins.
+        unoffered: What :func:`find_unoffered` returned.
     """
     known = {(d.unit, d.requested) for d in knobs.history if d.outcome == "refused" and d.reason.startswith(_UNOFFERED)}
-    for unit in steered_units(knobs):
-        for name, reason in _unoffered(unit, knobs, telemetry).items():
-            if (unit.name, name) not in known and telemetry.units[unit.name].calls:
-                current = knobs.formats[unit.name]
+    for unit, reasons in unoffered.items():
+        for name, reason in reasons.items():
+            if (unit, name) not in known and telemetry.units[unit].calls:
+                current = knobs.formats[unit]
                 why = f"{_UNOFFERED}: {reason}"
-                knobs.history.append(Decision(window, "precision", unit.name, current, name, current, "refused", why))
+                knobs.history.append(Decision(window, "precision", unit, current, name, current, "refused", why))
 
 
 def _unoffered(unit: Unit, knobs: Knobs, telemetry: Telemetry) -> dict[str, str]:
-    """Formats that the user lets policies choose and that cannot save time in this unit, each with the reason."""
     products = _products(unit, telemetry.units[unit.name])
     reasons = {
         name: why_unprofitable(name, knobs.runtime.device_type, unit.is_emulated(name), products)
@@ -67,12 +85,17 @@ def _products(unit: Unit, measured: UnitTelemetry) -> list[Product]:
 
 
 def _read_unit(
-    unit: Unit, knobs: Knobs, telemetry: Telemetry, applied_steps: int, parameters: int, compute: float
+    unit: Unit,
+    knobs: Knobs,
+    telemetry: Telemetry,
+    applied_steps: int,
+    parameters: int,
+    compute: float,
+    unoffered: Mapping[str, str],
 ) -> UnitReading:
     measured = telemetry.units[unit.name]
     current = knobs.formats[unit.name]
     held = knobs.guard.is_held(unit.name, applied_steps)
-    unoffered = _unoffered(unit, knobs, telemetry)
     return UnitReading(
         name=unit.name,
         kind=unit.kind,
@@ -91,7 +114,7 @@ def _read_unit(
         weight_subnormal_lower=measured.weight_subnormal_lower,
         act_amax=measured.act_amax[-1] if measured.act_amax else math.nan,
         act_amax_history=tuple(measured.act_amax),
-        steps_since_change=applied_steps - knobs.changed_at[unit.name],
+        steps_since_change=applied_steps - knobs.unit_formats.changed_at[unit.name],
         overflow_count=measured.overflow_count,
         held=held,
         frozen=unit.is_frozen,

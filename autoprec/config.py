@@ -158,8 +158,10 @@ class AutoPrecisionConfig:
 
     Args:
         formats: Formats that policies may choose, by name. ``None`` takes those of fp32, bf16 and fp16 that the device
-            runs natively. fp32 is always legal, named or not: it is where the guard falls back to. Requests, scripts,
-            maps and ``fixed:`` policies may name any format.
+            runs natively. fp32 is always legal, named or not: it is where the guard falls back to. fp8 and int8 are
+            offered only where they are native and a layer is large enough for them to save time: int8 on a CPU from
+            64 x 512 x 512 or 256 x 256 x 256 on (rows, inputs, outputs; both widths at least 256), fp8 on CUDA from
+            4096 x 8192 x 16384 on. Requests, scripts, maps and ``fixed:`` policies may name any format at any size.
         granularity: ``"layer"`` decides for each layer, ``"block"`` for each repeated block.
         clamp_output: Largest absolute value that a unit may put out in fp16, fp8 or int8. ``None`` does not clamp.
         hold_schedules: Whether a skipped step leaves the learning-rate schedules of kind "step" where they are.

@@ -101,7 +101,7 @@ class Fallback:
             where = self._first_offender(gradients) or "unknown"
             raise NonFiniteTrainingError(
                 f"Training stopped at window {window}: {guard.config.max_consecutive_skips} steps in a row had"
-                f" non-finite gradients although {self._knobs.width}. First offending layer: {where}. The weights are"
+                f" non-finite gradients although {self._width()}. First offending layer: {where}. The weights are"
                 f" those of the last applied step ({applied_steps} applied, {skipped_steps} skipped)."
                 f" {_ADVICE[self._knobs.runs_in_fp32]}"
             )
@@ -115,6 +115,13 @@ class Fallback:
             rank_zero_warn(f"autoprec: {reason}; everything runs in fp32 from here on.")
         if verdict is Verdict.RAISE_ALL or guard.consecutive_skips >= _SKIPS_BEFORE_SEARCH:
             self._start_search()
+
+    def _width(self) -> str:
+        """What the run is as wide as, for a message."""
+        if self._knobs.runs_in_fp32:
+            return "everything that can be moved runs in fp32"
+        scale, base = self._knobs.loss_scale.scale, self._knobs.base.precision
+        return f"the loss scale is down to {scale:g} and the precision of {base} stays"
 
     def located(self) -> Offender | None:
         """Where the forward of the window left the range, if it did."""

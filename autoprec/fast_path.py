@@ -2,11 +2,8 @@
 
 What autocast does in every forward and backward (cast each weight down, cast each gradient up) is left to the kernel
 that updates the weights and passes over them anyway. The results are the same bit for bit. What lives here: which
-layers take part, and when a copy can be trusted. What does not: whether anybody may look (``onlookers``), the step
-itself (``stepping``, ``fused``).
-
-A copy is trusted while nothing else can have written its weight: its version and address are those after the last step,
-no evaluation came between, and a sample of its entries still agrees.
+layers take part, and when. What does not: a layer's run on its copies, and whether a copy can be trusted
+(``weight_copies``), whether anybody may look (``onlookers``), the step itself (``stepping``, ``fused``).
 """
 
 from __future__ import annotations
@@ -14,22 +11,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from autoprec.fused import FusedStep, is_one_block
-from autoprec.gradient_table import GradientTable, is_observed, uses_of
+from autoprec.fused import FusedStep
+from autoprec.gradient_table import GradientTable, uses_of
 from autoprec.knobs import Knobs, steered_units
-from autoprec.layers import ModuleState
-from autoprec.ops import new_copy, prepare_sgd
-from autoprec.runners import run_on_copies
-from autoprec.units import is_exact
+from autoprec.weight_copies import CopiedLayer, WeightCopies, can_run_on_copies
 
-_FORMATS = ("bf16", "fp16")
 # entries of each weight that are compared with its copy in every step
 _SAMPLES = 4
 _STALE = (
@@ -55,17 +45,18 @@ class FastPath:
 
     def __init__(self, root: nn.Module, knobs: Knobs, fused: FusedStep, refreshes_always: bool) -> None:
         self.table = GradientTable()
-        self.layers: list[_Layer] = []
+        self.layers: list[CopiedLayer] = []
         self._root = root
         self._knobs = knobs
         self._fused = fused
         self._refreshes_always = refreshes_always
         self._samples = -1 if os.environ.get("AUTOPREC_CHECK", "0") not in ("", "0") else _SAMPLES
         self._has_found_stale = False
-        self._candidates: list[_Layer] = []
+        self._candidates: list[CopiedLayer] = []
         self._uses: Counter[int] | None = None
-        self._copies: _Copies | None = None
+        self._copies: WeightCopies | None = None
         self._made_for = -1
+        self._is_handed_out = False
 
     def hand_out(self) -> bool:
         """Called before the forward of a training step: gives layers the copies they run on.
@@ -73,7 +64,8 @@ class FastPath:
         Returns:
             Whether the classes of layers must be swapped for this step.
         """
-        self.take_back()
+        if self._is_handed_out:
+            self.take_back()
         self.table.clear()
         if self._has_found_stale or not self._fused.taken:
             return False
@@ -82,13 +74,14 @@ class FastPath:
             return bool(self._candidates)
         if self._candidates:
             self._choose([layer for layer in self._candidates if self._is_lone(layer)])
-        elif self._have_moved or not all(layer.is_intact for layer in self.layers):
+        elif self._copies is not None and not self._copies.fit:
             self._choose(self.layers)
         if self._copies is None or not self._are_current(self._copies):
             return False
-        handed = dict(zip(self._copies.keys, self.table.hand_out(*self._copies.pairs), strict=True))
+        handed = iter(self.table.hand_out(*self._copies.pairs))
         for layer in self.layers:
             layer.take(handed)
+        self._is_handed_out = True
         return True
 
     def look_at_graph(self, loss: Tensor) -> None:
@@ -101,6 +94,7 @@ class FastPath:
 
     def take_back(self) -> None:
         """Called after the backward: lets go of the graph, and of copies that a graph which is kept still needs."""
+        self._is_handed_out = False
         for layer in self.layers:
             layer.weight_copy = layer.bias_copy = None
         if self._copies is not None and self._copies.are_in_use:
@@ -139,18 +133,18 @@ class FastPath:
         owned = {id(p) for p in self._fused.parameters()}
         for unit in steered_units(self._knobs):
             name = self._knobs.formats[unit.name]
-            if name not in _FORMATS or unit.is_emulated(name):
+            if unit.is_emulated(name):
                 continue
             self._candidates += [
                 layer
                 for state in unit.states
-                if _runs_on_copies(state.module) and (layer := _Layer(state, name)).is_intact
+                if can_run_on_copies(state.module, name) and (layer := CopiedLayer(state, name)).is_intact
                 if all(id(p) in owned and owners[id(p)] == 1 for p in layer.parameters)
             ]
         for layer in self._candidates:
             layer.state.override = layer.count
 
-    def _is_lone(self, layer: _Layer) -> bool:
+    def _is_lone(self, layer: CopiedLayer) -> bool:
         """Whether a layer runs once in a step, and at most one gradient joins that of each of its parameters.
 
         Gradients of several calls would be added up in low precision, where autocast adds them in float32, and three in
@@ -159,22 +153,18 @@ class FastPath:
         assert self._uses is not None
         return layer.calls == 1 and all(self._uses[id(parameter)] < 3 for parameter in layer.parameters)
 
-    def _choose(self, layers: Sequence[_Layer]) -> None:
+    def _choose(self, layers: Sequence[CopiedLayer]) -> None:
         self._drop()
-        self.layers = [layer for layer in layers if layer.is_intact and all(is_one_block(p) for p in layer.parameters)]
+        self.layers = [layer for layer in layers if layer.is_intact and layer.lies_well]
         for layer in self.layers:
             layer.state.override = layer.run
         if self.layers:
-            self._copies = _Copies(self.layers)
+            self._copies = WeightCopies(self.layers)
             self._fused.copies = dict(zip(self._copies.keys, self._copies.copies, strict=True))
 
     # ---- whether copies are what their weights are ----
 
-    @property
-    def _have_moved(self) -> bool:
-        return self._copies is not None and self._copies.have_moved
-
-    def _are_current(self, copies: _Copies) -> bool:
+    def _are_current(self, copies: WeightCopies) -> bool:
         if self._refreshes_always or not copies.are_unwritten:
             copies.refresh()
             return True
@@ -186,126 +176,3 @@ class FastPath:
         name = next((name for name, parameter in self._root.named_parameters() if parameter is stale), "a parameter")
         rank_zero_warn(_STALE.format(name=name))
         return False
-
-
-class _Copies:
-    """The copies of the weights of some layers, and what the weights looked like when they were written."""
-
-    def __init__(self, layers: Sequence[_Layer]) -> None:
-        pairs = [(parameter, layer.format_name) for layer in layers for parameter in layer.parameters]
-        self.parameters = [parameter for parameter, _ in pairs]
-        self.copies = [new_copy(parameter, name) for parameter, name in pairs]
-        self.keys = list(map(id, self.parameters))
-        self.pairs = self.parameters, [copy.values for copy in self.copies]
-        self.is_trusted = False
-        self._index = {key: index for index, key in enumerate(self.keys)}
-        self._addresses = list(map(Tensor.data_ptr, self.parameters))
-        self._storages = [copy.values.untyped_storage() for copy in self.copies]
-        self._owners = self._count_owners()
-        self._keeper = prepare_sgd([parameter.detach() for parameter in self.parameters], None, self.copies)
-        self._versions = [-1] * len(self.parameters)
-        self._checks = 0
-
-    @property
-    def have_moved(self) -> bool:
-        """Whether ``.data`` of a parameter was replaced, maybe by a tensor that lies otherwise in memory."""
-        return self._addresses != list(map(Tensor.data_ptr, self.parameters))
-
-    @property
-    def are_in_use(self) -> bool:
-        """Whether somebody keeps a tensor that shares the memory of a copy, which the next step would write."""
-        return self._owners != self._count_owners()
-
-    def _count_owners(self) -> list[int]:
-        return [torch._C._storage_Use_Count(storage._cdata) for storage in self._storages]
-
-    @property
-    def are_unwritten(self) -> bool:
-        return self.is_trusted and self._versions == self._read()
-
-    def _read(self) -> list[int]:
-        return [parameter._version for parameter in self.parameters]
-
-    def refresh(self) -> None:
-        self._keeper.refresh()
-        self._versions, self.is_trusted = self._read(), True
-
-    def first_stale(self, samples: int) -> Tensor | None:
-        self._checks += 1
-        index = self._keeper.stale(samples, self._checks)
-        return None if index is None else self.parameters[index]
-
-    def note_written(self, keys: Sequence[int]) -> None:
-        for key in keys:
-            index = self._index.get(key)
-            if index is not None:
-                self._versions[index] = self.parameters[index]._version
-
-
-class _Layer:
-    """One layer that may run on copies.
-
-    Attributes:
-        calls: How often it ran in the current step; recomputations do not count.
-        weight_copy: The weight for the current step, ``None`` while there is none.
-        bias_copy: Its bias.
-    """
-
-    def __init__(self, state: ModuleState, format_name: str) -> None:
-        self.state = state
-        self.format_name = format_name
-        self.weight: nn.Parameter = state.module._parameters["weight"]  # type: ignore[assignment]
-        self.bias = state.module._parameters.get("bias")
-        self.parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
-        self.weight_copy: Tensor | None = None
-        self.bias_copy: Tensor | None = None
-        self.calls = 0
-        self._runner = state.run
-        self._marks: list[tuple[int, int, bool]] = []
-
-    @property
-    def is_intact(self) -> bool:
-        """Whether the layer still has its parameters, and they want gradients that nobody else waits for."""
-        table = self.state.module._parameters
-        return (
-            table.get("weight") is self.weight
-            and table.get("bias") is self.bias
-            and all(p.requires_grad and p.dtype is torch.float32 and not is_observed(p) for p in self.parameters)
-        )
-
-    def take(self, handed: dict[int, Tensor]) -> None:
-        """Gets the copies for a step."""
-        self.calls = 0
-        self.weight_copy = handed[id(self.weight)]
-        self.bias_copy = None if self.bias is None else handed[id(self.bias)]
-        self._marks = self._read()
-
-    def _read(self) -> list[tuple[int, int, bool]]:
-        return [(p._version, p.data_ptr(), p.requires_grad) for p in self.parameters]
-
-    def count(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs as always and counts."""
-        self.calls += self.state.runtime.is_recording
-        return self.state.run_plain(*args, **kwargs)
-
-    def run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs on the copies, or as always where they do not apply."""
-        weight, state = self.weight_copy, self.state
-        self.calls += state.runtime.is_recording
-        if weight is None or self.calls > 1 or len(args) != 1 or kwargs or not self._is_as_handed_out():
-            return state.run_plain(*args, **kwargs)
-        return run_on_copies(module, args[0], weight, self.bias_copy, state.runtime.device_type)
-
-    def _is_as_handed_out(self) -> bool:
-        """Whether the training step has left format and parameters alone: not replaced, written or frozen them."""
-        table = self.state.module._parameters
-        if table.get("weight") is not self.weight or table.get("bias") is not self.bias:
-            return False
-        if self.state.run is not self._runner:  # a failed attempt has raised the layer
-            return False
-        return self._marks == self._read()
-
-
-def _runs_on_copies(module: nn.Module) -> bool:
-    is_kind = isinstance(module, (nn.Linear, _ConvNd)) and not isinstance(module, _ConvTransposeNd)
-    return is_kind and is_exact(module) and isinstance(module._parameters.get("weight"), nn.Parameter)

@@ -21,8 +21,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from autoprec.ops import WeightCopy, has_kernel, prepare_adam, prepare_sgd
 from autoprec.ops.prepared import AdamStep, SgdStep
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PLAIN = (Tensor, nn.Parameter)
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_PLAIN = {Tensor, nn.Parameter}
 # settings of a group under which torch's own step does something that the kernels do not
 _OTHERWISE = ("amsgrad", "capturable", "differentiable")
 
@@ -36,7 +36,7 @@ class _Prepared(NamedTuple):
     addresses: list[int]
     parameters: list[Tensor]
     states: list[Tensor]
-    copies: list[WeightCopy | None]
+    copies: dict[int, WeightCopy]
     step: AdamStep | SgdStep
 
 
@@ -104,7 +104,8 @@ class FusedStep:
         """
         self._plan = None
         by_key = dict(zip(map(id, parameters), grads, strict=True))
-        if not all(map(_is_gradient, grads)):
+        kinds = {(type(grad), grad.dtype, grad.layout) for grad in grads}  # all of a kind, most of the time
+        if not all(cls in _PLAIN and dtype in _DTYPES and layout is torch.strided for cls, dtype, layout in kinds):
             return False
         plan: dict[int, _Part] = {}
         groups = self._optimizer.param_groups
@@ -134,23 +135,23 @@ class FusedStep:
         if states is None:
             return None
         keys, addresses = list(map(id, members)), list(map(Tensor.data_ptr, members))
-        copies = [self.copies.get(key) for key in keys]
         known = self._prepared.get(index)
-        is_same = known is not None and (known.keys, known.addresses) == (keys, addresses)
-        if known is not None and is_same and _are(known.states, states) and _are(known.copies, copies):
+        is_same = known is not None and known.copies is self.copies and known.keys == keys
+        if known is not None and is_same and known.addresses == addresses and _are(known.states, states):
             return known
         if not _fit(members, states):
             return None
-        step = self._prepare_step(members, states, copies)
-        self._prepared[index] = _Prepared(keys, addresses, members, states, copies, step)
+        step = self._prepare_step(members, states, [self.copies.get(key) for key in keys])
+        self._prepared[index] = _Prepared(keys, addresses, members, states, self.copies, step)
         return self._prepared[index]
 
     def _states(self, group: Options, members: Sequence[Tensor]) -> list[Tensor] | None:
         """The state of some parameters, one kind after the other; ``None`` if torch has not made it yet."""
         names = ("exp_avg", "exp_avg_sq", "step") if self._is_adam else ("momentum_buffer",) * bool(group["momentum"])
-        rows = [self._optimizer.state.get(member, {}) for member in members]
+        state = self._optimizer.state
+        rows = [state.get(member, {}) for member in members]
         found = [row.get(name) for name in names for row in rows]
-        return None if any(state is None for state in found) else found
+        return None if any(each is None for each in found) else found
 
     def _prepare_step(
         self, members: list[Tensor], states: list[Tensor], copies: list[WeightCopy | None]
@@ -181,6 +182,27 @@ def is_fusible(optimizer: Any) -> bool:
     return len(devices) == 1 and has_kernel("prepare_adam", devices.pop())
 
 
+class TorchsStep:
+    """Tells in every step whether an optimizer's ``step`` is torch's own code; looks again where it was replaced.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._function: Any = None
+        self._answer = False
+
+    def __call__(self) -> bool:
+        """Returns the answer, as :func:`has_torchs_step`."""
+        step = self._optimizer.step
+        function = getattr(step, "__func__", step)
+        if function is not self._function:
+            self._function, self._answer = function, has_torchs_step(self._optimizer)
+        return self._answer
+
+
 def has_torchs_step(optimizer: Optimizer) -> bool:
     """Whether an optimizer's ``step`` is torch's own code, wrappers included (profiler, schedules)."""
     function = getattr(optimizer.step, "__func__", optimizer.step)
@@ -191,10 +213,6 @@ def has_torchs_step(optimizer: Optimizer) -> bool:
             return True
         function = function.__wrapped__
     return False
-
-
-def _is_gradient(grad: Tensor) -> bool:
-    return type(grad) in _PLAIN and grad.dtype in _DTYPES and grad.layout is torch.strided
 
 
 def _fit(members: Sequence[Tensor], states: Sequence[Tensor]) -> bool:

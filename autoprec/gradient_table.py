@@ -9,8 +9,8 @@ between the backward and the step, and the node of the graph that fills it. What
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,22 +43,14 @@ class GradientTable:
         out: tuple[Tensor, ...] = _HandOut.apply(self, parameters, values, *parameters)  # type: ignore[no-untyped-call]
         return out
 
-    @contextmanager
-    def open(self, loss: Tensor) -> Iterator[None]:
-        """Surrounds the one backward whose gradients the table takes.
+    def open(self, loss: Tensor) -> AbstractContextManager[Any]:
+        """Returns a context for the one backward whose gradients the table takes.
 
         Args:
             loss: What it starts from.
         """
-        if not loss.requires_grad:  # the backward will say so
-            yield
-            return
-        handle = loss.register_hook(self._note_graph_task)
-        try:
-            yield
-        finally:
-            handle.remove()
-            self._graph_task = -1
+        # without a gradient: the backward will say so
+        return loss.register_hook(self._note_graph_task) if loss.requires_grad else nullcontext()
 
     def _note_graph_task(self, grad: Tensor) -> None:
         self._graph_task = torch._C._current_graph_task_id()
@@ -69,14 +61,15 @@ class GradientTable:
         if torch.is_grad_enabled() or torch._C._current_graph_task_id() != self._graph_task:
             return list(grads)
         passed: list[Tensor | None] = [None] * len(grads)
+        held, shared, known = self.held, self.shared, self._parameters
         for index, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
             if grad is None:
                 continue
             key = id(parameter)
-            if parameter.grad is not None or key in self.held or key in self.shared or is_observed(parameter):
+            if parameter.grad is not None or key in held or key in shared or is_observed(parameter):
                 passed[index] = grad
             else:
-                self.held[key], self._parameters[key] = grad, parameter
+                held[key], known[key] = grad, parameter
         return passed
 
     def merge(self) -> None:
@@ -138,4 +131,4 @@ def uses_of(loss: Tensor) -> Counter[int]:
 
 def is_observed(parameter: Tensor) -> bool:
     """Whether a hook waits for the gradient of a leaf."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

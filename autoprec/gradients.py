@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autoprec.ops import global_norm, grad_norms, grad_stats, has_kernel, scale_
 
-_ONE_PASS = (torch.float32, torch.bfloat16, torch.float16)
+_ONE_PASS = {torch.float32, torch.bfloat16, torch.float16}
 _MARGIN = 1e-5  # below the threshold by more than that, clipping changes nothing
 
 
@@ -28,8 +28,9 @@ class Gradients:
         parameters: The optimizer's parameters; those without a gradient are left out.
         inv_scale: 1 / loss scale.
         bare: Parameters whose gradients were never scaled.
-        held: Gradients by ``id`` of the parameter that are not in ``.grad``. Given, the step is private: nothing is
-            written in place. ``None`` unscales in place.
+        private: The gradients of ``parameters``, all of which have one, wherever they are: dense, of dtypes that the
+            kernels read, on one device. Given, the step is private: nothing is written in place. ``None`` takes
+            ``.grad`` and unscales it in place.
 
     Attributes:
         parameters: Parameters with a gradient.
@@ -45,27 +46,28 @@ class Gradients:
         parameters: Sequence[nn.Parameter],
         inv_scale: float,
         bare: Sequence[nn.Parameter] = (),
-        held: Mapping[int, Tensor] | None = None,
+        private: Sequence[Tensor] | None = None,
     ) -> None:
-        self._held = {} if held is None else held
-        self.is_private = held is not None
+        self._private = private
+        self.is_private = private is not None
         self.factor = inv_scale if self.is_private else 1.0
-        self.parameters = [p for p in parameters if p.grad is not None or id(p) in self._held]
         self.is_clipped = False
-        skipped = {id(parameter) for parameter in bare}
-        self._unscaled = [parameter for parameter in self.parameters if id(parameter) not in skipped]
-        if not self.is_private:
+        self.parameters = parameters
+        self._unscaled: Sequence[nn.Parameter] = ()
+        if private is None:
+            skipped = {id(parameter) for parameter in bare}
+            self.parameters = [parameter for parameter in parameters if parameter.grad is not None]
+            self._unscaled = [parameter for parameter in self.parameters if id(parameter) not in skipped]
             self._multiply(inv_scale)
         self.measure()
 
-    def grads(self) -> list[Tensor]:
+    def grads(self) -> Sequence[Tensor]:
         """The gradients of ``parameters``, before ``factor``."""
-        return [grad for parameter in self.parameters if (grad := self._grad_of(parameter)) is not None]
+        if self._private is not None:
+            return self._private
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
-    def _grad_of(self, parameter: nn.Parameter) -> Tensor | None:
-        return self._held.get(id(parameter), parameter.grad)
-
-    def rescale_(self, scale: float) -> list[nn.Parameter]:
+    def rescale_(self, scale: float) -> Sequence[nn.Parameter]:
         """Undoes the unscaling, for a further backward of a scaled loss that adds to the gradients.
 
         Args:
@@ -87,7 +89,7 @@ class Gradients:
         if not self.is_private:
             self.parameters = [parameter for parameter in self.parameters if parameter.grad is not None]
             self._measured = self._marks()
-        self.norms, total = _norms(self.grads())
+        self.norms, total = _norms(self.grads(), self.is_private)
         if self.factor != 1.0:
             self.norms = self.norms * self.factor
         self.total = total * self.factor
@@ -163,7 +165,6 @@ class Gradients:
 
     def hide(self) -> None:
         """Empties ``.grad`` after a private step: what stands there is neither unscaled nor clipped."""
-        self._held = {id(parameter): grad for parameter, grad in zip(self.parameters, self.grads(), strict=True)}
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -175,8 +176,8 @@ class Gradients:
 
     def first_nonfinite(self, root: nn.Module) -> str | None:
         """Name of the layer whose gradient went non-finite first in the backward (the last one in the model)."""
-        grads = ((id(parameter), self._grad_of(parameter)) for parameter in self.parameters)
-        bad = {key for key, grad in grads if grad is not None and not bool(torch.isfinite(_dense(grad)).all())}
+        pairs = zip(self.parameters, self.grads(), strict=True)
+        bad = {id(parameter) for parameter, grad in pairs if not bool(torch.isfinite(_dense(grad)).all())}
         names = [name for name, parameter in root.named_parameters() if id(parameter) in bad]
         return f"{names[-1].rpartition('.')[0] or names[-1]} (its gradient)" if names else None
 
@@ -265,15 +266,19 @@ class ScaleMarks:
         return bare, bool(bare) or is_doubtful
 
 
-def _norms(grads: Sequence[Tensor]) -> tuple[Tensor, float]:
+def _norms(grads: Sequence[Tensor], are_alike: bool) -> tuple[Tensor, float]:
     """Norm of each gradient and of all; in one pass where there is a kernel and they lie together."""
     device = grads[0].device if grads else torch.device("cpu")
-    are_alike = all(grad.dtype in _ONE_PASS and grad.device == device and not grad.is_sparse for grad in grads)
-    if are_alike and has_kernel("grad_stats", device.type):
+    if (are_alike or _are_alike(grads, device)) and has_kernel("grad_stats", device.type):
         stats = grad_stats(grads)
         return stats.norm, float(stats.total_norm)
     norms = grad_norms(grads)
     return norms, float(global_norm(grads, norms))
+
+
+def _are_alike(grads: Sequence[Tensor], device: torch.device) -> bool:
+    kinds = {(grad.dtype, grad.device, grad.is_sparse) for grad in grads}
+    return all(dtype in _ONE_PASS and where == device and not is_sparse for dtype, where, is_sparse in kinds)
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -1,14 +1,24 @@
-"""What becomes of the formats that a request asks for, unit by unit; nothing is changed or recorded here."""
+"""What becomes of the formats that a request asks for, unit by unit, and of the sizes that nothing steers.
+
+Nothing is changed or recorded here; that is the work of ``knobs``, as is asking loss scale and clip threshold.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from autoprec.action import Action
 from autoprec.formats import nearest, widest
 from autoprec.guard import Guard
-from autoprec.history import Outcome
+from autoprec.history import Knob, Outcome
+from autoprec.unit_formats import UnitFormats
 from autoprec.units import Unit, resolve
+
+_NOT_STEERED: dict[Knob, str] = {
+    "batch_size": "the batch size is not steered yet; set it on the DataLoader",
+    "accumulate": "accumulation is not steered yet; set `Trainer(accumulate_grad_batches=...)`",
+}
 
 
 class JudgedFormat(NamedTuple):
@@ -29,22 +39,38 @@ class JudgedFormat(NamedTuple):
 
 def judge_formats(
     precision: Mapping[str, str],
+    formats: UnitFormats,
+    guard: Guard,
+    applied_steps: int,
+    mask: str | None,
+    restrictions: Mapping[str, str],
+) -> list[JudgedFormat]:
+    """Judges the precision part of a request.
+
+    Args:
+        precision: Format by unit name or pattern.
+        formats: Knows the units and whether there is room for another map.
+        guard: Knows what is held.
+        applied_steps: Applied optimizer steps so far.
+        mask: Why the precision knob cannot be moved, ``None`` if it can.
+        restrictions: Format to the reason why no unit may run in it.
+    """
+    judged = list(_judge_each(precision, formats.units, guard, applied_steps, mask, restrictions))
+    changes = {row.unit: row.requested for row in judged if row.unit is not None and row.outcome != "refused"}
+    reason = formats.why_no_room(changes)
+    if reason is None:
+        return judged
+    return [row if row.outcome == "refused" else row._replace(outcome="refused", reason=reason) for row in judged]
+
+
+def _judge_each(
+    precision: Mapping[str, str],
     units: Mapping[str, Unit],
     guard: Guard,
     applied_steps: int,
     mask: str | None,
     restrictions: Mapping[str, str],
 ) -> Iterator[JudgedFormat]:
-    """Judges the precision part of a request.
-
-    Args:
-        precision: Format by unit name or pattern.
-        units: All units by name.
-        guard: Knows what is held.
-        applied_steps: Applied optimizer steps so far.
-        mask: Why the precision knob cannot be moved, ``None`` if it can.
-        restrictions: Format to the reason why no unit may run in it.
-    """
     if mask is not None:
         for pattern, requested in precision.items():
             name = pattern if pattern in units else None
@@ -76,3 +102,19 @@ def _judge_unit(
         shared = f"{', '.join(unit.names)} share weights; the widest of {sorted(set(exact))} counts"
         return JudgedFormat(unit.name, wanted, "limited", shared)
     return JudgedFormat(unit.name, wanted, "applied", "")
+
+
+def refused_sizes(action: Action, masked: Mapping[str, str]) -> Iterator[tuple[Knob, int, str]]:
+    """Yields the sizes that a request asks for, each with the reason why it cannot be had.
+
+    Args:
+        action: What is asked for.
+        masked: Knob to the reason why it cannot be moved.
+    """
+    requests: tuple[tuple[Knob, int | None], ...] = (
+        ("batch_size", action.batch_size),
+        ("accumulate", action.accumulate),
+    )
+    for knob, value in requests:
+        if value is not None:
+            yield knob, value, masked.get(knob, _NOT_STEERED[knob])

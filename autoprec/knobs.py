@@ -1,13 +1,13 @@
 """The knobs of one fit: their values, and what becomes of a request.
 
 What lives here: resolving a request to units, asking the guard, making it act, putting it on record. What does not:
-when a boundary is reached (``precision``) and who decides (``controller``, ``callback``).
+what each knob is made of (``unit_formats``, ``loss_scale``, ``clip``), when a boundary is reached (``precision``) and
+who decides (``controller``, ``callback``).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -18,20 +18,16 @@ from autoprec.action import Action
 from autoprec.base import Base
 from autoprec.clip import ClipThreshold
 from autoprec.config import AutoPrecisionConfig
-from autoprec.formats import get_format, rank
 from autoprec.guard import Guard
 from autoprec.history import Decision, History, Knob, Outcome, Value
-from autoprec.judgement import JudgedFormat, judge_formats
-from autoprec.layers import Runtime, set_format
+from autoprec.judgement import JudgedFormat, judge_formats, refused_sizes
+from autoprec.layers import Runtime
 from autoprec.loss_scale import LossScale
+from autoprec.unit_formats import UnitFormats
 from autoprec.units import Unit
 
 KNOBS: tuple[Knob, ...] = ("precision", "loss_scale", "batch_size", "clip")
 CLIPS_BY_VALUE = "the Trainer clips by value; the threshold on the norm does not apply"
-_NOT_STEERED: dict[Knob, str] = {
-    "batch_size": "the batch size is not steered yet; set it on the DataLoader",
-    "accumulate": "accumulation is not steered yet; set `Trainer(accumulate_grad_batches=...)`",
-}
 
 
 class Knobs:
@@ -47,11 +43,10 @@ class Knobs:
         history: Where decisions are recorded.
 
     Attributes:
-        map_limit: How many different maps may be requested in a fit, ``None`` for any number. The compiler makes new
-            code for each and gives up after some; the guard's own changes are always carried out.
-        maps: The different maps so far.
+        unit_formats: State of the precision knob.
+        threshold: State of the clip knob.
+        guard: Knows what is legal and what is held.
         restrictions: Format to the reason why no unit may run in it.
-        changes: How often formats were handed to the layers.
     """
 
     def __init__(
@@ -64,40 +59,29 @@ class Knobs:
         loss_scale: LossScale,
         history: History,
     ) -> None:
-        self.units = {unit.name: unit for unit in units}
         self.runtime = runtime
-        self.config = config
         self.masked = dict(masked)
         self.base = base
         self.loss_scale = loss_scale
         self.history = history
         self.guard = Guard(config.guard, config.clip)
         self.threshold = ClipThreshold(config.clip, base.clip, base.clip is None and "clip" not in masked, history)
+        self.unit_formats = UnitFormats(units, base, config.formats, is_masked="precision" in masked)
+        self.units = self.unit_formats.units
         self.restrictions: dict[str, str] = {}
-        self.map_limit: int | None = None
-        self.changed_at = dict.fromkeys(self.units, 0)
-        self.formats = {unit.name: self._base_format(unit) for unit in units}
-        self.maps: set[tuple[str, ...]] = {self._map_key({})}
-        self._named: set[str] = set()
-        self.is_ambient_raised = False
-        self.changes = 0
-        self._is_steering = False
         if "precision" not in self.masked:
             self._make_act()
 
     # ---- what is ----
 
+    @property
+    def formats(self) -> Mapping[str, str]:
+        """Format of every unit by name, as it changes; :meth:`precision_map` returns a copy."""
+        return self.unit_formats.current
+
     def steerable(self, unit: Unit) -> tuple[str, ...]:
         """Formats that a policy may choose for a unit, widest first."""
-        if unit.reason is not None or "precision" in self.masked or not unit.has_matrix:
-            return (self.formats[unit.name],)  # vectors and normalisation stay as they are unless named
-        if self.config.formats is not None:
-            allowed = {*self.config.formats, "fp32"}
-        else:
-            # fp16 adds a loss scale and no speed where bf16 is native
-            allowed = {"fp32", "bf16" if "bf16" in unit.native else "fp16"} & set(unit.native)
-        allowed |= {self.formats[unit.name], self._base_format(unit)}
-        return tuple(name for name in unit.legal if name in allowed)
+        return self.unit_formats.steerable(unit)
 
     @property
     def clip(self) -> float:
@@ -107,27 +91,22 @@ class Knobs:
     @property
     def is_steering(self) -> bool:
         """Whether any layer runs otherwise than under the Trainer's own precision."""
-        return self._is_steering
+        return self.unit_formats.is_steering
 
-    def is_run_explicitly(self, unit: Unit) -> bool:
-        """Whether a unit runs in its format while layers are steered.
-
-        Vectors and containers follow autocast unless they were named; normalisation layers always widen.
-        """
-        return unit.has_matrix or unit.kind == "norm" or unit.name in self._named
+    @property
+    def changes(self) -> int:
+        """How often formats were handed to the layers."""
+        return self.unit_formats.changes
 
     @property
     def uses_fp16(self) -> bool:
         """Whether something runs in a format that needs a loss scale."""
-        return self.base.format == "fp16" or any(get_format(name).needs_loss_scale for name in self.formats.values())
+        return self.unit_formats.uses_fp16
 
     @property
     def is_all_wide(self) -> bool:
         """Whether everything runs in fp32 already, or cannot be moved."""
-        if "precision" in self.masked:
-            return True
-        units_wide = all(rank(self.formats[u.name]) <= rank("tf32") for u in self.units.values() if u.reason is None)
-        return units_wide and (self.base.format == "fp32" or self.is_ambient_raised)
+        return self.unit_formats.is_all_wide
 
     @property
     def runs_in_fp32(self) -> bool:
@@ -135,16 +114,9 @@ class Knobs:
         return self.is_all_wide and ("precision" not in self.masked or self.base.precision in ("32-true", "64-true"))
 
     @property
-    def width(self) -> str:
-        """What the run is as wide as, for a message."""
-        if self.runs_in_fp32:
-            return "everything that can be moved runs in fp32"
-        return f"the loss scale is down to {self.loss_scale.scale:g} and the precision of {self.base.precision} stays"
-
-    @property
     def ambient_dtype(self) -> torch.dtype:
         """Target of autocast at the start of a training step, before the first unit sets it."""
-        return torch.float32 if self.is_ambient_raised else get_format(self.base.format or "fp32").compute_dtype
+        return self.unit_formats.ambient_dtype
 
     def precision_map(self) -> dict[str, str]:
         """Format asked of every unit by name, in the model's order; a unit that nobody calls has one as well."""
@@ -152,7 +124,7 @@ class Knobs:
 
     def map_to_save(self) -> tuple[dict[str, str], float | None, float | None]:
         """Formats, loss scale and threshold of a run that starts from here; ``None`` for what it decides by itself."""
-        names = [u.name for u in steered_units(self) if u.has_matrix or u.name in self._named]
+        names = [u.name for u in steered_units(self) if u.has_matrix or u.name in self.unit_formats.named]
         scale = self.loss_scale.scale if self.loss_scale.enabled and "loss_scale" not in self.masked else None
         clip = None if "clip" in self.masked or self.threshold.follows_median else self.clip
         return {name: self.formats[name] for name in names}, scale, clip
@@ -197,7 +169,7 @@ class Knobs:
             self._record(step, "loss_scale", None, 1.0, scale, scale, "applied", "in use from now on: fp16 needs it")
         self._apply_loss_scale(action, step, why)
         self._apply_clip(action, step, median_norm, _joined(why, reasons, "clip"), is_move)
-        self._refuse_batch_size(action, step)
+        self._refuse_sizes(action, step)
 
     def check(self, action: Action, step: int, applied_steps: int, median_norm: float) -> Action:
         """Judges a request made inside a window: refusals are recorded now, the rest as deferred.
@@ -228,7 +200,7 @@ class Knobs:
                 continue
             kept[knob] = value
             self._record(step, knob, None, current, value, current, "deferred", "to the next boundary")
-        self._refuse_batch_size(action, step)
+        self._refuse_sizes(action, step)
         return Action(**kept)
 
     def raise_units(self, reasons: Mapping[str, str], step: int, applied_steps: int, forever: bool = False) -> None:
@@ -253,7 +225,7 @@ class Knobs:
 
     def raise_all(self, step: int, applied_steps: int, reason: str) -> None:
         """Guard, level 2 for everything: all units and the operations between them."""
-        self.is_ambient_raised = True
+        self.unit_formats.is_ambient_raised = True
         self.raise_units(dict.fromkeys(self.units, reason), step, applied_steps)
         self._make_act()
 
@@ -287,49 +259,20 @@ class Knobs:
         threshold = float(value) if value else math.inf
         self.threshold.set(threshold, threshold, "applied", step, "set on the Trainer")
 
-    def change_formats(self, changes: Mapping[str, str], applied_steps: int) -> None:
-        """Sets formats without asking or recording."""
-        for name, format_name in changes.items():
-            if self.formats[name] != format_name:
-                self.changed_at[name] = applied_steps
-            self.formats[name] = format_name
-
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
         """Returns primitives only."""
         return {
-            "formats": dict(self.formats),
-            "named": sorted(self._named),
-            "changed_at": dict(self.changed_at),
-            "ran": {
-                name: [[*pair, n] for pair, n in unit.ran.items()] for name, unit in self.units.items() if unit.ran
-            },
-            "called": [name for name, unit in self.units.items() if unit.has_run],
+            **self.unit_formats.state_dict(),
             "clip": self.threshold.state_dict("clip" in self.masked),
-            "is_ambient_raised": self.is_ambient_raised,
-            "is_steering": self._is_steering,
             "loss_scale": self.loss_scale.state_dict(),
             "guard": self.guard.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what ``state_dict`` returned; units that are not in this model are left out."""
-        if "precision" not in self.masked:
-            known = {
-                name: value
-                for name, value in state["formats"].items()
-                if value in getattr(self.units.get(name), "legal", ())
-            }
-            self.formats.update(known)
-            self._named = set(state["named"]) & set(self.units)
-            self.is_ambient_raised = bool(state["is_ambient_raised"])
-            self._is_steering = bool(state["is_steering"])
-        self.changed_at.update({name: int(at) for name, at in state["changed_at"].items() if name in self.units})
-        for name in state["ran"].keys() & self.units.keys():
-            self.units[name].ran = Counter({(asked, ran): int(count) for asked, ran, count in state["ran"][name]})
-        for name in self.units.keys() & state["called"]:
-            self.units[name].has_run = True
+        self.unit_formats.load_state_dict(state)
         self.guard.load_state_dict(state["guard"])
         was_enabled = self.loss_scale.enabled
         self.loss_scale.load_state_dict(state["loss_scale"])
@@ -343,57 +286,20 @@ class Knobs:
     # ---- inside ----
 
     def _carry_out(self, changes: Mapping[str, str], applied_steps: int) -> None:
-        if not changes:
-            return
-        self.change_formats(changes, applied_steps)
-        self._named.update(changes)
-        self._make_act()
-        self.maps.add(self._map_key({}))
-
-    def _base_format(self, unit: Unit) -> str:
-        base = self.base.format or "fp32"
-        return base if unit.has_matrix and base in unit.legal else "fp32"
+        if changes:
+            self.unit_formats.change(changes, applied_steps)
+            self._make_act()
 
     def _make_act(self) -> None:
-        """Hands the formats to the layers; leaves them untouched while they match what the Trainer would run."""
-        matches = all(self.formats[unit.name] == self._base_format(unit) for unit in self.units.values())
-        steers_fp16 = self.base.format == "fp16"  # its range must be watched although nothing differs
-        is_touched = not matches or self.is_ambient_raised or steers_fp16 or bool(self._named & self._norms())
-        # once steered, always: the user may carry low-precision tensors over windows (hidden states, queues)
-        self._is_steering = self._is_steering or is_touched
-        self.changes += 1
-        for unit in self.units.values():
-            if unit.reason is None:
-                is_plain = not self._is_steering or not self.is_run_explicitly(unit)
-                set_format(unit, None if is_plain else self.formats[unit.name])
+        self.unit_formats.hand_over()
         if self.uses_fp16 and not self.loss_scale.enabled and "loss_scale" not in self.masked:
             self.loss_scale.enabled = True
 
-    def _norms(self) -> set[str]:
-        return {unit.name for unit in self.units.values() if not unit.has_matrix}
-
-    def _map_key(self, changes: Mapping[str, str]) -> tuple[str, ...]:
-        return tuple({**self.formats, **changes}.values())
-
-    def _within_map_limit(self, judged: list[JudgedFormat]) -> list[JudgedFormat]:
-        """Refuses a request that would make one map more than the compiler keeps."""
-        changes = {row.unit: row.requested for row in judged if row.unit is not None and row.outcome != "refused"}
-        is_known = self.map_limit is None or self._map_key(changes) in self.maps or len(self.maps) < self.map_limit
-        if is_known:
-            return judged
-        reason = f"torch.compile keeps code for {self.map_limit} maps here, and this would be another one"
-        return [row if row.outcome == "refused" else row._replace(outcome="refused", reason=reason) for row in judged]
-
     def _judged_formats(self, action: Action, applied_steps: int) -> list[JudgedFormat]:
-        judged = judge_formats(
-            action.precision or {},
-            self.units,
-            self.guard,
-            applied_steps,
-            self.masked.get("precision"),
-            self.restrictions,
+        mask = self.masked.get("precision")
+        return judge_formats(
+            action.precision or {}, self.unit_formats, self.guard, applied_steps, mask, self.restrictions
         )
-        return self._within_map_limit(list(judged))
 
     def _apply_loss_scale(self, action: Action, step: int, why: str) -> None:
         if action.loss_scale is None:
@@ -428,15 +334,9 @@ class Knobs:
         reason = self.loss_scale.refusal(value)
         return bool(reason), reason
 
-    def _refuse_batch_size(self, action: Action, step: int) -> None:
-        requests: tuple[tuple[Knob, int | None], ...] = (
-            ("batch_size", action.batch_size),
-            ("accumulate", action.accumulate),
-        )
-        for knob, value in requests:
-            if value is not None:
-                reason = self.masked.get(knob, _NOT_STEERED[knob])
-                self._record(step, knob, None, None, value, None, "refused", reason)
+    def _refuse_sizes(self, action: Action, step: int) -> None:
+        for knob, value, reason in refused_sizes(action, self.masked):
+            self._record(step, knob, None, None, value, None, "refused", reason)
 
     def _record(
         self,

@@ -152,8 +152,8 @@ class ModuleState:
         """Gives the module its lookalike class and this state; returns the state of another fit that it carried."""
         module = self.module
         other: ModuleState | None = module.__dict__.get("_autoprec")
-        if plain_class(module) is not self.plain:  # a parametrization was added or removed since
-            self.set_format(self.format_name)
+        if type(module) is not self.plain and plain_class(module) is not self.plain:
+            self.set_format(self.format_name)  # a parametrization was added or removed since
         # past nn.Module's own, slow assignment
         object.__setattr__(module, "__class__", self.steered)
         module.__dict__["_autoprec"] = self
@@ -164,8 +164,12 @@ class ModuleState:
         if other is not None:
             self.module.__dict__["_autoprec"] = other
             return
-        self.module.__dict__.pop("_autoprec", None)
-        undo_lookalike(self.module)
+        module = self.module
+        module.__dict__.pop("_autoprec", None)
+        if type(module) is self.steered:
+            object.__setattr__(module, "__class__", self.plain)
+        else:
+            undo_lookalike(module)
 
 
 def attach(units: Sequence[Unit], runtime: Runtime) -> dict[str, str]:

@@ -7,6 +7,7 @@ what follows from it (``fast_path``, ``stepping``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -147,8 +148,14 @@ def runs_between_steps(root: pl.LightningModule, callbacks: Sequence[pl.Callback
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks of an optimizer, or of all optimizers, may look at gradients before or after its step."""
     own = bool(optimizer._optimizer_step_pre_hooks) or bool(optimizer._optimizer_step_post_hooks)
-    before = torch_optimizer._global_optimizer_pre_hooks.values()  # one of them is the plugin's guard
-    return own or bool(torch_optimizer._global_optimizer_post_hooks) or any(map(_is_foreign, before))
+    before = tuple(torch_optimizer._global_optimizer_pre_hooks)  # one of them is the plugin's guard
+    return own or bool(torch_optimizer._global_optimizer_post_hooks) or _are_foreign(before)
+
+
+@functools.lru_cache(maxsize=16)
+def _are_foreign(handles: tuple[int, ...]) -> bool:
+    # handles are numbered once and for all, so that an answer stays right
+    return any(_is_foreign(torch_optimizer._global_optimizer_pre_hooks[handle]) for handle in handles)
 
 
 def _is_shared(part: object) -> bool:

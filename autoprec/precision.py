@@ -29,8 +29,9 @@ from autoprec.masks import clip_of, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
 from autoprec.regions import evaluation_region, formats_region, recomputation_region
 from autoprec.retry import StepRetry
+from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.settings import checked_settings
-from autoprec.steering import STATE_VERSION, Steering, check_version
+from autoprec.steering import Steering
 from autoprec.stepping import Stepping
 from autoprec.units import find_units
 from autoprec.wrapped import WrappedPrecision
@@ -92,7 +93,7 @@ class AutoPrecision(WrappedPrecision):
             self._is_in_batch = functools.partial(is_in_batch, trainer)
             if self.initial_formats:
                 self.steering.apply(Action(precision=self.initial_formats), "initial formats")
-                self.steering.warn_of_unknown_names()
+                self.steering.requests.warn_of_unknown_names()
             if "precision" not in self.steering.knobs.masked:
                 self._retry = StepRetry(trainer.strategy, self.steering.prepare_retry)
         return module
@@ -225,7 +226,8 @@ class AutoPrecision(WrappedPrecision):
         if steering is None or self._stepping is None:
             self.base.backward(tensor, model, optimizer, *args, **kwargs)
             return
-        with steering.scaled_backward(model), recomputation_region(steering), self._stepping.backward(tensor):
+        scaled = steering.manual_scaling.scaled_backward(model)
+        with scaled, recomputation_region(steering), self._stepping.backward(tensor):
             try:
                 self.base.backward(tensor, model, optimizer, *args, **kwargs)
             except RuntimeError as error:

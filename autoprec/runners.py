@@ -17,14 +17,15 @@ from torch.utils._pytree import tree_map
 from autoprec.autocast import set_ambient
 from autoprec.formats import FORMATS, get_format
 from autoprec.lookalike import plain_class
+from autoprec.ops import WeightCopy, fake_quantize, int8_linear
 from autoprec.ops import embedding as round_embedding
-from autoprec.ops import fake_quantize, int8_linear
 from autoprec.ops import linear as low_linear
 from autoprec.ops.reference import Tf32Linear, is_fp8_shape, round_fp8, round_int8
 from autoprec.units import is_exact, kind_of
 
 Runner = Callable[..., Any]
 _LOW = (torch.bfloat16, torch.float16)
+_ARE_TRANSFORMS_ACTIVE: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
 # calls are counted: one that runs in another format instead shows in no dtype
 _COUNTED = ("tf32", "fp8", "int8")
 
@@ -104,6 +105,23 @@ def run_on_copies(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | N
         return nn.functional.linear(x, weight, bias)
     output: Tensor = module._conv_forward(x, weight, bias)  # type: ignore[operator]
     return output
+
+
+def run_on_int8_copy(module: nn.Module, x: Tensor, weight: Tensor, copy: WeightCopy, device_type: str) -> Tensor:
+    """Runs torch's own linear layer on a kept int8 copy of its weight, as the layer's runner would.
+
+    Args:
+        module: The layer.
+        x: Its input.
+        weight: What gets the weight's gradient, bfloat16.
+        copy: Copy of its weight, the transposed one included.
+        device_type: Where it runs; autocast must be on there.
+    """
+    set_ambient(device_type, torch.bfloat16)
+    _note_call(module, "int8", "int8")
+    with torch.autocast(device_type, enabled=False):
+        bias: Tensor | None = module.bias  # type: ignore[assignment]
+        return int8_linear(x, weight, bias, copy, master=module.weight)  # type: ignore[arg-type]
 
 
 def _rnn_runner(run: Runner, device_type: str) -> Runner:
@@ -239,8 +257,7 @@ def _is_kernel_input(*tensors: Tensor | None) -> bool:
 
 def is_functorch_active() -> bool:
     """Inside ``torch.func`` transforms the quantised layers run in their compute dtype: they have no rules for it."""
-    check = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return check is not None and bool(check())
+    return bool(_ARE_TRANSFORMS_ACTIVE())
 
 
 def _conv_roundings(format_name: str) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]:

@@ -1,15 +1,13 @@
 """One fit: its counters, windows and knobs, and the reaction to applied and skipped steps.
 
 A *window* is everything up to and including an optimizer step (all micro-batches of an accumulation; a whole batch
-under manual optimization). Requests act between windows only. What does not live here: Lightning's plugin methods
-(``precision``) and the question when a decision is due (``callback``).
+under manual optimization). What does not live here: Lightning's plugin methods (``precision``), requests that wait for
+the end of a window (``request_queue``), and the question when a decision is due (``callback``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,18 +20,19 @@ from autoprec.buffers import BufferShadow
 from autoprec.compilation import CompilationWatch
 from autoprec.config import AutoPrecisionConfig
 from autoprec.fallback import Fallback
-from autoprec.gradients import BARE_BACKWARD, Gradients, ScaleMarks
+from autoprec.gradients import Gradients
 from autoprec.history import History
 from autoprec.knobs import Knobs, steered_units
 from autoprec.layers import Runtime, prepare
 from autoprec.loss_scale import LossScale
+from autoprec.manual_scaling import ManualScaling
+from autoprec.request_queue import RequestQueue
 from autoprec.rescue import Rescue
+from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.schedules import ScheduleHold
 from autoprec.telemetry import Telemetry
 from autoprec.trial import Trial
 from autoprec.units import Unit
-
-STATE_VERSION = 1
 
 
 class Steering:
@@ -84,6 +83,7 @@ class Steering:
         self.telemetry = Telemetry(units, config.clip.window)
         self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
         self.schedules = ScheduleHold(config)
+        self.manual_scaling = ManualScaling(loss_scale, is_automatic)
         self.window = 0
         self.applied_steps = 0
         self.skipped_steps = 0
@@ -97,11 +97,7 @@ class Steering:
         self.onlooker: str | None = None
         self._root: nn.Module | None = root
         self._shadow: BufferShadow | None = BufferShadow(root)
-        self._pending: list[Action] = []
-        self._marks = ScaleMarks()
         self._batch: Any = None
-        self._has_warned = False
-        self._has_warned_of_maps = False
         self._effects_at_entry = (0, 0)
         self._is_window_open = False
         self._has_stepped = False
@@ -109,8 +105,9 @@ class Steering:
         self._found_inf = False
         self._skipping_since: int | None = None
         self._compilation = CompilationWatch(root)
-        self.knobs.map_limit = self._compilation.map_limit
+        self.knobs.unit_formats.map_limit = self._compilation.map_limit
         self._rescue = Rescue(self.knobs, self.runtime, self._compilation)
+        self.requests = RequestQueue(self.knobs, self.telemetry, self._rescue.start_trial)
         self._rescue.start_trial()  # the Trainer's own fp16 is probed like any other map
 
     @property
@@ -191,7 +188,7 @@ class Steering:
             self.samples += 1
         if self.knobs.is_steering:
             self._compilation.look()
-            self.knobs.map_limit = self._compilation.map_limit
+            self.knobs.unit_formats.map_limit = self._compilation.map_limit
         self._rescue.finish_window(self.window + 1, self.applied_steps)
         self.runtime.records.clear()
         self.window += 1
@@ -226,25 +223,7 @@ class Steering:
             reasons: More, by unit name or ``"clip"``.
             is_move: Whether these are moves of a policy, relative to what is there.
         """
-        before = self.knobs.precision_map()
-        median = self.telemetry.median_norm
-        self.knobs.apply(action, self.window, self.applied_steps, median, why, reasons, is_move)
-        if self.knobs.precision_map() != before:
-            self._rescue.start_trial()
-        if len(self.knobs.maps) == self.knobs.map_limit and not self._has_warned_of_maps:
-            self._has_warned_of_maps = True
-            rank_zero_warn(
-                f"autoprec has tried {self.knobs.map_limit} maps of a model that uses torch.compile. Requests for"
-                " others are refused from here on: the compiler gives up after"
-                " `torch._dynamo.config.recompile_limit` versions of a function."
-            )
-
-    def warn_of_unknown_names(self) -> None:
-        """Says at once that what a run begins with names units which this model does not have."""
-        unknown = [d.reason for d in self.history if d.knob == "precision" and d.unit is None]
-        if unknown and "precision" not in self.knobs.masked:
-            more = f" And {len(unknown) - 1} more, see the history." if len(unknown) > 1 else ""
-            rank_zero_warn(f"autoprec: {unknown[0]}{more}")
+        self.requests.apply(action, self.window, self.applied_steps, why, reasons, is_move)
 
     def request(self, action: Action) -> None:
         """Checks a request at once and applies it at the next boundary.
@@ -252,9 +231,7 @@ class Steering:
         Args:
             action: What is asked for.
         """
-        rest = self.knobs.check(action, self.window, self.applied_steps, self.telemetry.median_norm)
-        if not rest.is_empty:
-            self._pending.append(rest)
+        self.requests.defer(action, self.window, self.applied_steps)
 
     def take_trainer_clip(self, value: float | None, is_by_norm: bool) -> None:
         """Takes over a threshold that user code sets on the Trainer in mid-run."""
@@ -262,9 +239,7 @@ class Steering:
 
     def apply_pending(self) -> None:
         """Applies what was requested inside the last window; called at a boundary."""
-        pending, self._pending = self._pending, []
-        for action in pending:
-            self.apply(action, "requested inside the last window")
+        self.requests.apply_pending(self.window, self.applied_steps)
 
     def prepare_retry(self, failed_attempts: int, error: BaseException) -> bool:
         """Called when a training step raised: makes the next attempt safer, unless the step has taken effect.
@@ -288,11 +263,7 @@ class Steering:
 
     def sample(self, gradients: Gradients) -> None:
         """Measures the gradients of a step in detail, for the decision after it."""
-        formats: dict[str, tuple[str, str | None]] = {}
-        for name, unit in self.knobs.units.items():
-            current, legal = self.knobs.formats[name], self.knobs.steerable(unit)
-            index = legal.index(current)
-            formats[name] = (current, legal[index + 1] if index + 1 < len(legal) else None)
+        formats = self.knobs.unit_formats.current_and_lower()
         self.telemetry.sample_gradients(gradients.parameters, formats, self.knobs.loss_scale.scale)
         self.telemetry.sample_weights(steered_units(self.knobs), formats)
 
@@ -321,35 +292,13 @@ class Steering:
         """Closes a window whose step had no gradient at all: neither applied nor skipped, nothing learnt from it."""
         self._has_stepped = True
 
-    @contextmanager
-    def scaled_backward(self, root: nn.Module) -> Iterator[None]:
-        """Surrounds each backward of Lightning's: under manual optimization there may be others."""
-        if self.is_automatic or not self.knobs.loss_scale.enabled:
-            yield
-            return
-        scale = self.knobs.loss_scale.scale
-        self._marks.begin(root, scale)
-        yield
-        self._marks.end(root, scale)
-
     def note_rescaled(self, parameters: Sequence[nn.Parameter]) -> None:
         """Notes that gradients which a clipping had unscaled hold a scaled loss again."""
-        if not self.is_automatic:
-            self._marks.mark(parameters, self.knobs.loss_scale.scale)
+        self.manual_scaling.note_rescaled(parameters)
 
     def take_bare(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Returns the parameters whose gradients come from a backward that scaled no loss; warns once.
-
-        Args:
-            parameters: The parameters of one optimizer about to step.
-        """
-        if self.is_automatic or not self.knobs.loss_scale.enabled:
-            return []
-        bare, is_doubtful = self._marks.take(parameters, self.knobs.loss_scale.scale)
-        if is_doubtful and not self._has_warned:
-            self._has_warned = True
-            rank_zero_warn(BARE_BACKWARD)
-        return bare
+        """Returns those of an optimizer's parameters whose gradients come from a backward that scaled no loss."""
+        return self.manual_scaling.take_bare(parameters)
 
     def on_skipped(self, gradients: Gradients | None, optimizer: int = 0) -> None:
         """Counts a skipped step, puts buffers back and lets the guard react.
@@ -396,7 +345,7 @@ class Steering:
             "knobs": self.knobs.state_dict(),
             "telemetry": self.telemetry.state_dict(),
             "schedules": self.schedules.state(),
-            "pending": [asdict(action) for action in self._pending],
+            "pending": self.requests.state(),
             "history": self.history.state(),
         }
 
@@ -414,27 +363,10 @@ class Steering:
         self.is_sampling = bool(state["is_sampling"])
         self.runtime.records_inputs = bool(state["records_inputs"])
         self.schedules.load(state["schedules"])
-        self._pending = [Action(**fields) for fields in state["pending"]]
+        self.requests.load(state["pending"])
         self.history.load(state["history"])
         self.telemetry.load_state_dict(state["telemetry"])
         self.knobs.load_state_dict(state["knobs"])
         self._rescue.end_trial()
         self._rescue.start_trial()
         self._is_window_open = self._has_stepped = self._has_counted = self._found_inf = False
-
-
-def check_version(state: Mapping[str, Any]) -> None:
-    """Refuses a saved state that this version does not read.
-
-    Args:
-        state: What a checkpoint holds.
-
-    Raises:
-        ValueError: If its version is missing or another one.
-    """
-    version = state.get("version")
-    if version != STATE_VERSION:
-        raise ValueError(
-            f"The checkpoint holds autoprec state of version {version!r}, this autoprec reads version {STATE_VERSION}."
-            " Resume with the autoprec that wrote it, or remove the entries of autoprec from the checkpoint."
-        )

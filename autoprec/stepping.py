@@ -22,9 +22,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autoprec.bypass import StepGuard
+from autoprec.bypass import Expecting, StepGuard
 from autoprec.fast_path import FastPath
-from autoprec.fused import FusedStep, has_torchs_step, is_fusible
+from autoprec.fused import FusedStep, TorchsStep, is_fusible
 from autoprec.gradients import Gradients
 from autoprec.masks import restrict_for_bypass
 from autoprec.onlookers import Onlookers, has_step_hooks
@@ -62,6 +62,7 @@ class Stepping:
         self._overrides_clipping = is_overridden("configure_gradient_clipping", root)
         self._trainer_clip = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         self._is_in_closure = False
+        self._has_torchs_step = {id(each): TorchsStep(each) for each in optimizers}
         self._latest: Gradients | None = None
         knobs = steering.knobs
         self._guard = StepGuard(root, optimizers, knobs.loss_scale, functools.partial(restrict_for_bypass, knobs))
@@ -153,7 +154,7 @@ class Stepping:
         undo = StepUndo(optimizer)
         wrapped = functools.partial(self._checked_closure, optimizer, model, closure, undo)
         try:
-            with self._guard.expecting(True), contextlib.nullcontext() if fused is None else fused.standing_in():
+            with Expecting(True), contextlib.nullcontext() if fused is None else fused.standing_in():
                 result = optimizer.step(closure=wrapped, **kwargs)
         except _StepSkipped as skip:
             undo.restore()
@@ -189,7 +190,7 @@ class Stepping:
         steering = self._steering
         if undo.note_call() > 1:
             self._gradients.pop(id(optimizer), None)
-        with self._guard.expecting(False):
+        with Expecting(False):
             self._is_in_closure = True
             try:
                 result = closure()
@@ -232,7 +233,8 @@ class Stepping:
         steering, inv_scale = self._steering, self._steering.knobs.loss_scale.inv_scale
         parameters = list(self._plugin.main_params(optimizer))
         gradients = None
-        if self._fast_path is not None and self._is_private(optimizer, trainer):
+        is_known = id(optimizer) in self._fused  # it may have been replaced in mid-run
+        if self._fast_path is not None and is_known and self._is_private(optimizer, trainer):
             gradients = self._private(optimizer, parameters, self._fast_path, inv_scale)
         if gradients is None:
             if self._fast_path is not None:
@@ -243,9 +245,9 @@ class Stepping:
 
     def _is_private(self, optimizer: Any, trainer: Any) -> bool:
         """Whether nobody looks at the gradients of this very step."""
-        if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE and trainer.gradient_clip_val:
+        if trainer.gradient_clip_val and _is_by_value(trainer.gradient_clip_algorithm):
             return False
-        if self._steering.is_sampling or has_step_hooks(optimizer) or not has_torchs_step(optimizer):
+        if self._steering.is_sampling or has_step_hooks(optimizer) or not self._has_torchs_step[id(optimizer)]():
             return False
         # else one product of scale and clip factor would round otherwise than one after the other
         return math.frexp(self._steering.knobs.loss_scale.scale)[0] == 0.5
@@ -255,9 +257,10 @@ class Stepping:
     ) -> Gradients | None:
         held = fast_path.table.held
         pairs = [(p, grad) for p in parameters if (grad := held.get(id(p), p.grad)) is not None]
-        if not self._fused[id(optimizer)].plan([p for p, _ in pairs], [grad for _, grad in pairs]):
+        parameters, grads = [p for p, _ in pairs], [grad for _, grad in pairs]
+        if not self._fused[id(optimizer)].plan(parameters, grads):
             return None
-        return Gradients(parameters, inv_scale, held=held)
+        return Gradients(parameters, inv_scale, private=grads)
 
     # ---- clipping ----
 
@@ -266,7 +269,7 @@ class Stepping:
         value, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         if (value, algorithm) != self._trainer_clip:
             self._trainer_clip = (value, algorithm)
-            steering.take_trainer_clip(value, algorithm != GradClipAlgorithmType.VALUE)
+            steering.take_trainer_clip(value, not _is_by_value(algorithm))
         if "clip" in steering.knobs.masked:
             self._plugin._clip_gradients(model, optimizer, value, gradient_clip_algorithm=algorithm)
         elif math.isfinite(steering.knobs.clip):
@@ -286,13 +289,18 @@ class Stepping:
         gradients.after_foreign_code(leaves_traces=True, keeps_norms=False)
         if not gradients.is_finite:
             return
-        if algorithm == GradClipAlgorithmType.VALUE:
+        if _is_by_value(algorithm):
             gradients.clip_value_(clip_val)
         elif "clip" in self._steering.knobs.masked and not gradients.is_private and gradients.are_dense:
             with gradients.foreign_clipping(clip_val):  # torch's own, which works in the dtype of the gradients
                 self._plugin.clip_grad_by_norm(optimizer, clip_val)
         else:
             gradients.clip_norm_(clip_val, has_torchs_bits=not self._fused)
+
+
+def _is_by_value(algorithm: Any) -> bool:
+    # most are the very object, and comparing these strings without regard to case takes time
+    return algorithm is not GradClipAlgorithmType.NORM and algorithm == GradClipAlgorithmType.VALUE
 
 
 def _index(trainer: Any, optimizer: object) -> int:

@@ -124,23 +124,17 @@ def _remarks(steering: Steering, name: str, members: Sequence[Unit]) -> list[str
     emulated = sum(unit.is_emulated(name) for unit in members)
     if emulated:
         remarks.append(f"{'' if emulated == len(members) else f'{emulated} of them '}emulated on this device")
-    if steering.knobs.map_limit is not None:  # compiled calls are not counted
+    formats = steering.knobs.unit_formats
+    if formats.map_limit is not None:  # compiled calls are not counted
         return remarks
     ran = sum((unit.ran for unit in members), Counter[tuple[str, str]]())
     calls = sum(count for (asked, _), count in ran.items() if asked == name)
     others = {other: count for (asked, other), count in ran.items() if asked == name != other}
     remarks += [f"{count} of {calls} calls ran in {other}" for other, count in others.items()]
-    silent = [unit.name for unit in members if _was_never_called(steering, unit)]
+    silent = [unit.name for unit in members if formats.is_never_called(unit, steering.applied_steps)]
     if silent:
         remarks.append(f"{', '.join(silent[:3])}{f' and {len(silent) - 3} more' if silent[3:] else ''}: never called")
     return remarks
-
-
-def _was_never_called(steering: Steering, unit: Unit) -> bool:
-    """Whether a unit's format was in force for a step at least, and nobody called its forward."""
-    knobs = steering.knobs
-    was_in_force = knobs.is_steering and steering.applied_steps > knobs.changed_at[unit.name]
-    return was_in_force and knobs.is_run_explicitly(unit) and not unit.has_run
 
 
 def _left_alone_lines(units: Sequence[Unit], limit: int = 3) -> list[str]:

@@ -6,20 +6,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim import AdamW
 
-from autoprec import AutoPrecisionCallback, AutoPrecisionConfig, runners
-from autoprec import fast_path as fast_path_module
+from autoprec import AutoPrecisionCallback, AutoPrecisionConfig, runners, weight_copies
 from autoprec.fused import FusedStep
 from autoprec.stepping import Stepping
 from tests.small_fits import MakeOptimizer, Outcome, Plain, clone, differences, loader, outcome, quiet, seed
 
 Make = Callable[[], LightningModule]
+adamw: MakeOptimizer = partial(AdamW, lr=0.01)
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.float(), target.float())
 
 
 class Changing(Plain):
@@ -37,6 +43,32 @@ class Changing(Plain):
         return super().training_step(batch, batch_idx)
 
 
+class Net(Changing):
+    """``net`` on batches."""
+
+    def __init__(
+        self,
+        net: nn.Module | None = None,
+        optimizer: MakeOptimizer = adamw,
+        change: Callable[[Any, int], None] | None = None,
+    ) -> None:
+        super().__init__(optimizer, change)
+        if net is not None:
+            self.net: Any = net
+
+
+def convolutions() -> Any:
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2, 2)),
+        nn.Conv2d(2, 6, 2, padding=1, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 4, 2, groups=2),
+        nn.Flatten(),
+        nn.Linear(16, 2),
+    )
+
+
 class Onlooker(Callback):
     """Harmless, but it could look at gradients."""
 
@@ -48,11 +80,17 @@ class Onlooker(Callback):
 def counted() -> Iterator[Counter[str]]:
     """Counts calls of layers on copies, steps that kernels took, and steps whose gradients were private."""
     counts: Counter[str] = Counter()
-    run_on_copies, take, private = runners.run_on_copies, FusedStep._take, Stepping._private
+    run_on_copies, run_on_int8_copy = runners.run_on_copies, runners.run_on_int8_copy
+    take, private = FusedStep._take, Stepping._private
 
     def counting_run(*args: Any) -> Tensor:
         counts["on copies"] += 1
         return run_on_copies(*args)
+
+    def counting_run_int8(*args: Any) -> Tensor:
+        counts["on copies"] += 1
+        counts["on int8 copies"] += 1
+        return run_on_int8_copy(*args)
 
     def counting_take(self: FusedStep, group: Any) -> None:
         counts["groups by kernel"] += 1
@@ -67,7 +105,8 @@ def counted() -> Iterator[Counter[str]]:
         return gradients
 
     with (
-        mock.patch.object(fast_path_module, "run_on_copies", counting_run),
+        mock.patch.object(weight_copies, "run_on_copies", counting_run),
+        mock.patch.object(weight_copies, "run_on_int8_copy", counting_run_int8),
         mock.patch.object(FusedStep, "_take", counting_take),
         mock.patch.object(Stepping, "_private", counting_private),
     ):

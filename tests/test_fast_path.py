@@ -1,39 +1,37 @@
 """Training with private steps and kept copies is, bit for bit, training in which somebody looks at every gradient.
 
-Time budget: 40 s.
+What lives here: optimizers, formats, clipping, steps without a use, and the life of a fit. Models and ways to call them
+are in ``test_fast_path_models``, changes in mid-run in ``test_fast_path_changes``.
+
+Time budget: 20 s.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize, prune
-from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.utils.checkpoint import checkpoint
+from torch.optim import SGD, Adam, AdamW
 
 from autoprec import Action, AutoPrecisionConfig, LossScaleConfig, ScriptedController
 from autoprec.layers import ModuleState
-from tests.private_runs import Changing, Make, assert_private_is_the_same, assert_same_runs, gradients_of, run
-from tests.small_fits import Plain, StatefulLoader, differences, fp16_plugin, quiet, seed
+from tests.private_runs import Net, adamw, assert_private_is_the_same, assert_same_runs, gradients_of, run
+from tests.small_fits import MakeOptimizer, Plain, StatefulLoader, differences, fp16_plugin, quiet, seed
 
-MakeOptimizer = Callable[[Any], Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": partial(SGD, lr=0.05),
     "momentum": partial(SGD, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
     "nesterov": partial(SGD, lr=0.05, momentum=0.9, nesterov=True),
     "adam": partial(Adam, lr=0.01, weight_decay=0.01),
-    "adamw": partial(AdamW, lr=0.01),
+    "adamw": adamw,
     "adamw with tensors": partial(
         AdamW, lr=torch.tensor(0.01), betas=(torch.tensor(0.8), torch.tensor(0.9)), foreach=False
     ),
@@ -41,37 +39,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw foreach": partial(AdamW, lr=0.01, foreach=True),
     "adamw fused": partial(AdamW, lr=0.01, fused=True),
 }
-adamw = OPTIMIZERS["adamw"]
-
-
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.mse_loss(output.float(), target.float())
-
-
-class Net(Changing):
-    """``net`` on batches."""
-
-    def __init__(
-        self,
-        net: nn.Module | None = None,
-        optimizer: MakeOptimizer = adamw,
-        change: Callable[[Any, int], None] | None = None,
-    ) -> None:
-        super().__init__(optimizer, change)
-        if net is not None:
-            self.net: Any = net
-
-
-class At(Callback):
-    """Does something to the module at the beginning of one batch."""
-
-    def __init__(self, batch: int, do: Callable[[Any], object]) -> None:
-        self.batch, self.do, self.batches = batch, do, 0
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.batches == self.batch:
-            self.do(pl_module)
-        self.batches += 1
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -79,6 +46,27 @@ def test_every_optimizer_takes_the_same_steps(optimizer: MakeOptimizer) -> None:
     private, seen = assert_private_is_the_same(lambda: Plain(optimizer))
     assert private.counts["private in low precision"] >= 12
     assert seen.counts["groups by kernel"] == private.counts["groups by kernel"] >= 15
+
+
+class InGroups(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+    def configure_optimizers(self) -> Any:
+        groups: list[dict[str, Any]] = [
+            {"params": self.net[0].parameters(), "lr": 0.02, "weight_decay": 0.1},
+            {"params": self.spare.parameters()},
+            {"params": self.net[2].parameters(), "betas": (0.5, 0.9)},
+        ]
+        optimizer = AdamW(groups, lr=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.02, 0.01, 0.01], total_steps=40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def test_parameter_groups_and_a_schedule() -> None:
+    private, _ = assert_private_is_the_same(InGroups, max_epochs=3)
+    assert private.counts["groups by kernel"] >= 2 * 20
 
 
 @pytest.mark.parametrize("policy", [ScriptedController, "rule"], ids=["default", "rule"])
@@ -180,391 +168,6 @@ def test_a_step_without_a_loss_says_nothing_about_layers() -> None:
 
 def test_an_epoch_of_another_length() -> None:
     assert_private_is_the_same(lambda: Plain(adamw), data=lambda: StatefulLoader(count=40), max_epochs=4)
-
-
-# ---- calls ----
-
-
-class Siamese(Net):
-    def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        return loss_of(self.net(batch[0]) - self.net(batch[0].flip(0)), batch[1])
-
-
-def test_layers_that_are_called_twice_run_as_always() -> None:
-    assert_private_is_the_same(Siamese, runs_on_copies=False)
-
-
-class CalledAgain(Net):
-    """Layers run once in the first steps and several times in later ones."""
-
-    def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        loss = super().loss(batch)
-        for factor in (2, 3, 4)[: self.steps % 4 if self.steps > 6 else 0]:
-            loss = loss + 0.3 * super().loss([batch[0] * factor, batch[1]])
-        return loss
-
-
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
-def test_layers_that_are_called_more_often_later(options: dict[str, Any]) -> None:
-    policy: Any = ScriptedController if options.get("precision") else "fixed:bf16"
-    assert_private_is_the_same(CalledAgain, policy=policy, max_epochs=3, **options)
-
-
-class Conditional(Net):
-    """A layer that runs, and gets its gradients, in some steps only."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self.extra = nn.Linear(8, 2)
-        self.first = first
-
-    def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        output = self.net(batch[0])
-        if self.steps % 3 == 0 and self.steps >= self.first:
-            output = output + self.extra(batch[0])
-        return loss_of(output, batch[1])
-
-
-@pytest.mark.parametrize("first", [0, 6])
-def test_layers_that_run_in_some_steps_only(first: int) -> None:
-    private, _ = assert_private_is_the_same(lambda: Conditional(first))
-    assert private.counts["private in low precision"] >= 8, "the fast path ended"
-
-
-class Checkpointed(Net):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)]))
-        self.use_reentrant = use_reentrant
-
-    def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        x = self.net[0](batch[0]).relu()
-        x = checkpoint(lambda y: self.net[1](y).relu(), x, use_reentrant=self.use_reentrant)
-        return loss_of(self.net[2](x), batch[1])
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_checkpointed_blocks(use_reentrant: bool, precision: str) -> None:
-    policy: Any = ScriptedController if precision == "bf16-mixed" else "fixed:bf16"
-    private, _ = assert_private_is_the_same(
-        lambda: Checkpointed(use_reentrant), policy=policy, precision=precision, gradient_clip_val=0.3
-    )
-    assert private.counts["on copies"] >= 3 * 12
-
-
-class WithTarget(Net):
-    """A pass without gradients before the one that counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(2, 2)
-
-    def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        with torch.no_grad():
-            target = self.net(batch[0].flip(1)).float()
-        return loss_of(self.head(self.net(batch[0])), batch[1] + 0.1 * target)
-
-
-def test_a_pass_without_gradients() -> None:
-    private, _ = assert_private_is_the_same(WithTarget)
-    assert private.counts["on copies"] == private.counts["private in low precision"], "the head"
-
-
-class Penalised(Net):
-    """A gradient penalty, and gradients of weights inside the step."""
-
-    def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        loss = super().loss(batch)
-        grads = torch.autograd.grad(loss, [self.net[0].weight, self.net[2].bias], create_graph=True)
-        return loss + 0.01 * sum(grad.float().pow(2).sum() for grad in grads)
-
-
-def test_a_gradient_penalty_is_seen_as_a_look_at_gradients() -> None:
-    found = run(Penalised())
-    assert found.counts["private"] == 0
-
-
-class Regularised(Net):
-    """Losses that use weights directly: ``uses`` more of them."""
-
-    def __init__(self, uses: int) -> None:
-        super().__init__()
-        self.uses = uses
-
-    def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        weight: Tensor = self.net[0].weight
-        terms = [weight.pow(2).sum(), weight.exp().mean(), nn.functional.linear(batch[0], weight).float().std()]
-        early, late = sum(terms[1 : self.uses]), terms[0]
-        return 0.02 * early + super().loss(batch) + 0.01 * late
-
-
-@pytest.mark.parametrize("uses", [1, 2, 3])
-@pytest.mark.parametrize("batches", [1, 3])
-def test_weights_that_the_loss_uses_too(uses: int, batches: int) -> None:
-    assert_private_is_the_same(lambda: Regularised(uses), accumulate_grad_batches=batches, max_epochs=4)
-
-
-class Protected(Net):
-    """One layer runs in a region without autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(2, 2)
-
-    def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        output = self.net(batch[0])
-        with torch.autocast("cpu", enabled=False):
-            return loss_of(self.head(output.float()), batch[1])
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_regions_without_autocast(precision: str) -> None:
-    policy: Any = ScriptedController if precision == "bf16-mixed" else "fixed:bf16"
-    assert_private_is_the_same(Protected, policy=policy, precision=precision)
-
-
-class Kept(Net):
-    """The loss of a step comes from outputs of the step before."""
-
-    previous: Any = None
-
-    def loss(self, batch: Sequence[Tensor]) -> Any:
-        previous, self.previous = self.previous, (self.net(batch[0]), batch[1])
-        return loss_of(*(previous or self.previous))
-
-
-@pytest.mark.filterwarnings("ignore:.*training_step.* returned `None`")
-def test_a_graph_that_is_kept_over_the_step() -> None:
-    def make() -> LightningModule:
-        module = Kept()
-        module.previous = (torch.zeros(8, 2, requires_grad=True), torch.zeros(8, 2))
-        return module
-
-    private, _ = assert_private_is_the_same(make)
-    assert private.counts["private in low precision"] > 8
-
-
-# ---- models ----
-
-
-def convolutions() -> Any:
-    return nn.Sequential(
-        nn.Unflatten(1, (2, 2, 2)),
-        nn.Conv2d(2, 6, 2, padding=1, bias=False),
-        nn.BatchNorm2d(6),
-        nn.ReLU(),
-        nn.Conv2d(6, 4, 2, groups=2),
-        nn.Flatten(),
-        nn.Linear(16, 2),
-    )
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.second(self.first(x).relu()))
-
-
-class Embedded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 8)
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.norm(self.table((x.abs() * 2).long().clamp(max=4)).mean(1) + x))
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.block(x.unsqueeze(1).expand(-1, 3, -1)).mean(1))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.head = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.rnn(x.view(-1, 4, 2))[0][:, -1])
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "convolutions": convolutions,
-    "channels last": lambda: convolutions().to(memory_format=torch.channels_last),
-    "tied": Tied,
-    "embedding": Embedded,
-    "attention": Attention,
-    "lstm": Recurrent,
-    "weight norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 4)), nn.Linear(4, 2)),
-    "odd sizes": lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 1), nn.Linear(1, 2)),
-}
-
-
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-@pytest.mark.filterwarnings("ignore:.*enable_nested_tensor:UserWarning")
-def test_models(model: Callable[[], nn.Module]) -> None:
-    assert_private_is_the_same(lambda: Net(model()))
-
-
-@pytest.mark.parametrize("model", [convolutions, MODELS["channels last"], Attention])
-def test_models_under_bf16_mixed(model: Callable[[], nn.Module]) -> None:
-    assert_private_is_the_same(
-        lambda: Net(model()), policy=ScriptedController, precision="bf16-mixed", gradient_clip_val=0.1
-    )
-
-
-class InGroups(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(3, 3)
-
-    def configure_optimizers(self) -> Any:
-        groups: list[dict[str, Any]] = [
-            {"params": self.net[0].parameters(), "lr": 0.02, "weight_decay": 0.1},
-            {"params": self.spare.parameters()},
-            {"params": self.net[2].parameters(), "betas": (0.5, 0.9)},
-        ]
-        optimizer = AdamW(groups, lr=0.01)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.02, 0.01, 0.01], total_steps=40)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def test_parameter_groups_and_a_schedule() -> None:
-    private, _ = assert_private_is_the_same(InGroups, max_epochs=3)
-    assert private.counts["groups by kernel"] >= 2 * 20
-
-
-# ---- changes in mid-run ----
-
-
-class Unfreezing(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.01)
-
-
-class OnlyTrainable(Plain):
-    def configure_optimizers(self) -> Any:
-        return AdamW([parameter for parameter in self.parameters() if parameter.requires_grad], lr=0.01)
-
-
-def test_unfreezing_adds_a_group_in_mid_run() -> None:
-    private, _ = assert_private_is_the_same(OnlyTrainable, callbacks=lambda: [Unfreezing()], max_epochs=3)
-    assert private.counts["private in low precision"] > 16
-
-
-def freeze_in_turn(module: Any, step: int) -> None:
-    module.net[0].requires_grad_(step % 4 != 0)
-
-
-def freeze_around_the_forward(module: Any, step: int) -> None:
-    module.net[0].requires_grad_(False)
-
-
-class ThawsAfterForward(Net):
-    def loss(self, batch: Sequence[Tensor]) -> Tensor:
-        loss = super().loss(batch)
-        self.net[0].requires_grad_(True)
-        return loss
-
-
-def halve(parameter: Tensor) -> None:
-    attrgetter("grad")(parameter).mul_(0.5)  # by a name that nobody finds
-
-
-def replace_layer(module: Any) -> None:
-    other = nn.Linear(16, 2)
-    module.net[2] = other
-    module.trainer.optimizers[0].add_param_group({"params": other.parameters()})
-
-
-def normalise_weight(module: Any) -> None:
-    parametrizations.orthogonal(module.net[0])
-    module.trainer.optimizers[0].add_param_group({"params": [module.net[0].parametrizations.weight.original]})
-
-
-CHANGES: dict[str, tuple[Make, Callable[[], list[Callback]]]] = {
-    "frozen in turn": (lambda: Net(change=freeze_in_turn), list),
-    "frozen during the forward": (lambda: ThawsAfterForward(change=freeze_around_the_forward), list),
-    "layer replaced": (Net, lambda: [At(6, replace_layer)]),
-    "weight replaced": (
-        Net,
-        lambda: [At(6, lambda m: setattr(m.net[0], "weight", nn.Parameter(m.net[0].weight.detach().clone())))],
-    ),
-    "pruned by hand": (Net, lambda: [At(6, lambda m: prune.l1_unstructured(m.net[0], "weight", 0.5))]),
-    "parametrized": (
-        Net,
-        lambda: [At(6, lambda m: parametrize.register_parametrization(m.net[0], "weight", nn.Tanh()))],
-    ),
-    "hook on a weight": (Net, lambda: [At(6, lambda m: m.net[0].weight.register_hook(lambda grad: grad * 0.5))]),
-    "hook after accumulation": (
-        Net,
-        lambda: [At(6, lambda m: m.net[0].weight.register_post_accumulate_grad_hook(halve))],
-    ),
-    "channels last": (
-        lambda: Net(convolutions()),
-        lambda: [At(6, lambda m: m.to(memory_format=torch.channels_last))],
-    ),
-    "moments replaced": (
-        Net,
-        lambda: [
-            At(
-                6,
-                lambda m: [
-                    state.update(exp_avg=torch.zeros_like(state["exp_avg"]))
-                    for state in m.trainer.optimizers[0].state.values()
-                ],
-            )
-        ],
-    ),
-    "optimizer loaded": (
-        Net,
-        lambda: [At(6, lambda m: m.trainer.optimizers[0].load_state_dict(m.trainer.optimizers[0].state_dict()))],
-    ),
-    "amsgrad from here on": (
-        Net,
-        lambda: [At(6, lambda m: m.trainer.optimizers[0].param_groups[0].update(capturable=False, maximize=True))],
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "callbacks"), CHANGES.values(), ids=CHANGES)
-def test_changes_in_mid_run(make: Make, callbacks: Callable[[], list[Callback]]) -> None:
-    assert_private_is_the_same(make, callbacks=callbacks)
-
-
-def hook_after_hand_out(module: Any, step: int) -> None:
-    if step == 6:
-        module.net[0].weight.register_hook(lambda grad: grad * 0.5)
-
-
-def rewrite_weight(module: Any, step: int) -> None:
-    with torch.no_grad():
-        module.net[0].weight.mul_(0.99)
-
-
-def replace_weight(module: Any, step: int) -> None:
-    if step == 6:
-        module.net[2].weight = nn.Parameter(module.net[2].weight.detach() * 0.5)
-
-
-@pytest.mark.parametrize("change", [hook_after_hand_out, rewrite_weight, replace_weight])
-def test_changes_inside_the_step(change: Callable[[Any, int], None]) -> None:
-    assert_private_is_the_same(lambda: Net(change=change))
 
 
 # ---- the life of a fit ----
@@ -726,39 +329,3 @@ def test_a_trainer_without_the_callback_is_not_touched() -> None:
     module = Plain(adamw)
     trainer.fit(module, StatefulLoader())
     assert "_init_group" not in vars(trainer.optimizers[0])
-
-
-def own_step(self: Optimizer, closure: Callable[[], Any]) -> Any:
-    result = closure()
-    for parameter in self.param_groups[0]["params"]:
-        parameter.detach().add_(attrgetter("grad")(parameter), alpha=-0.01)  # by a name that nobody finds
-    return result
-
-
-def replace_step(module: Any) -> None:
-    optimizer = module.trainer.optimizers[0]
-    optimizer.step = MethodType(own_step, optimizer)
-
-
-def test_a_step_that_is_replaced_in_mid_run_finds_its_gradients() -> None:
-    assert_private_is_the_same(lambda: Plain(adamw), callbacks=lambda: [At(6, replace_step)])
-
-
-class GivesGradient(Callback):
-    """A hook gives a gradient to a parameter that got none from the backward."""
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
-        pl_module.spare.grad = torch.ones(3)
-
-
-class WithSpare(Plain):
-    def __init__(self) -> None:
-        super().__init__(OPTIMIZERS["sgd"])
-        self.spare = nn.Parameter(torch.zeros(3))
-
-
-def test_a_gradient_that_a_hook_gives_is_used() -> None:
-    found = run(WithSpare(), callbacks=[GivesGradient()], max_epochs=1)
-    assert found.counts["groups by kernel"] == 8
-    module: Any = found.module
-    assert torch.allclose(module.spare.detach(), torch.full((3,), -8 * 0.05))

@@ -203,13 +203,44 @@ def test_the_backward_can_be_repeated() -> None:
     assert all(map(torch.equal, first, second))
 
 
-def test_a_weight_written_after_the_forward_is_noticed() -> None:
+@pytest.mark.parametrize("has_transposed", [False, True])
+def test_a_weight_written_after_the_forward_is_noticed_where_it_is_needed(has_transposed: bool) -> None:
     x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
-    y = ops.int8_linear(x, weight).float().sum()
+    copy = ops.new_copy(weight, "int8", transposed=has_transposed)
+    ops.refresh_copies_([weight.detach()], [copy])
+    y = ops.int8_linear(x, weight, None, copy).float().sum()
     with torch.no_grad():
         weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
+        torch.autograd.grad(y, x, create_graph=has_transposed)
+
+
+def test_a_step_between_forward_and_backward_changes_no_gradient() -> None:
+    """As with autocast, whose casts are what is kept."""
+    x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    expected = torch.autograd.grad(ops.int8_linear(x, weight).float().sum(), [x, weight])
+    y = ops.int8_linear(x, weight).float().sum()
+    with torch.no_grad():
+        weight.mul_(2.0)
+    assert all(map(torch.equal, torch.autograd.grad(y, [x, weight]), expected))
+
+
+def test_a_stand_in_takes_the_gradient_in_its_own_dtype_and_the_master_serves_further_ones() -> None:
+    x, weight, bias = torch.randn(4, 16), torch.randn(8, 16), torch.randn(8)
+    copy = ops.new_copy(weight, "int8")
+    ops.refresh_copies_([weight], [copy])
+    results = []
+    for has_stand_in in (False, True):
+        x_, weight_ = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        stand_in = torch.zeros((), dtype=torch.bfloat16).expand(8, 16).requires_grad_() if has_stand_in else weight_
+        y = ops.int8_linear(x_, stand_in, bias, copy, master=weight_)
+        first = torch.autograd.grad(y.float().square().sum(), [x_, stand_in], create_graph=True)
+        further = torch.autograd.grad(first[0].square().sum(), [weight_, stand_in] if has_stand_in else [weight_])
+        results.append([y, *first, torch.stack([grad.float() for grad in further]).sum(0)])
+        assert first[1].dtype is stand_in.dtype
+    for actual, expected in zip(*results, strict=True):
+        assert torch.allclose(actual.float(), expected.float(), rtol=2**-7)  # a sum is rounded once more
+    assert all(map(torch.equal, results[0][:2], results[1][:2]))
 
 
 def test_hooks_on_saved_tensors_see_everything_that_is_kept() -> None:
@@ -226,7 +257,6 @@ def test_hooks_on_saved_tensors_see_everything_that_is_kept() -> None:
     assert sorted(kept, key=str) == [
         (torch.bfloat16, (4, 16)),
         (torch.float32, (16, 1)),
-        (torch.float32, (8, 16)),
         (torch.int8, (16, 8)),
     ]
     found = torch.autograd.grad(y.float().sum(), [x, weight])

@@ -25,7 +25,7 @@ GRADS = [torch.tensor([3.0, 4.0])]
 @pytest.fixture(autouse=True)
 def _fresh_choice() -> Iterator[None]:
     """Forgets what was read from the environment and the disk, before and after."""
-    caches = (registry.chosen, registry._resolve, native._load, native.library)
+    caches = (registry.chosen, registry._resolve, registry._remembered, native._load, native.library)
     for cache in caches:
         cache.cache_clear()
     yield

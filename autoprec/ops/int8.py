@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ def int8_linear(
     bias: Tensor | None = None,
     copy: WeightCopy | None = None,
     *,
+    master: Tensor | None = None,
     implementation: str | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear`` in int8, differentiable, bfloat16 out.
@@ -50,10 +50,12 @@ def int8_linear(
 
     Args:
         x: ``[..., in_features]``, floating point. Rounded to bfloat16 first, as autocast does.
-        weight: ``[out_features, in_features]``, float32. Gets its gradient in bfloat16 arithmetic.
+        weight: ``[out_features, in_features]``, float32. Gets its gradient in bfloat16 arithmetic. With ``copy`` and
+            ``master`` a tensor of that shape that only takes the gradient, in bfloat16 if it is bfloat16.
         bias: ``[out_features]``, float32, or ``None``.
         copy: An int8 copy of the weight as it is, with its transposition if ``x`` needs a gradient. ``None`` to
             quantise the weight in this call.
+        master: What ``weight`` stands in for; read where the backward is differentiated. Default ``weight``.
         implementation: As for :func:`int8_matmul`.
 
     Returns:
@@ -62,7 +64,8 @@ def int8_linear(
     rows = as_rows(x.to(torch.bfloat16))
     if copy is None:
         copy = _quantised(weight, rows.requires_grad and torch.is_grad_enabled(), implementation)
-    y: Tensor = _Int8Linear.apply(rows, weight, bias, copy, implementation)  # type: ignore[no-untyped-call]
+    hidden = (weight if master is None else master,)  # from autograd, which would lead an edge to it
+    y: Tensor = _Int8Linear.apply(rows, weight, bias, copy, hidden, implementation)  # type: ignore[no-untyped-call]
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -77,34 +80,51 @@ def _quantised(weight: Tensor, transposed: bool, implementation: str | None) -> 
 class _Int8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: WeightCopy, implementation: str | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        copy: WeightCopy,
+        hidden: tuple[Tensor],
+        implementation: str | None,
     ) -> Tensor:
         assert copy.scale is not None, "an int8 copy has a scale"
         # saved, not kept: checkpointing and hooks on saved tensors then know of the transposed copy too
-        ctx.save_for_backward(x, weight, copy.transposed_values, copy.transposed_scale)
+        ctx.save_for_backward(x, copy.transposed_values, copy.transposed_scale)
+        # kept, not saved: most backwards do not need it, and a step may write it before them as under autocast
+        (ctx.weight,), ctx.version = hidden, hidden[0]._version
         ctx.implementation = implementation
         return int8_matmul(x, copy.values, copy.scale, bias, implementation=implementation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, (x, weight, *transposed) = grads[0], ctx.saved_tensors
+        grad, (x, *transposed) = grads[0], ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         with torch.autocast(grad.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                grad_x = _grad_x(grad, weight, transposed, ctx.implementation)
+                grad_x = _grad_x(ctx, grad, *transposed)
             if ctx.needs_input_grad[1]:
                 grad_weight = grad.t() @ x
             if ctx.needs_input_grad[2]:
                 grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _grad_x(grad: Tensor, weight: Tensor, transposed: Sequence[Tensor | None], implementation: str | None) -> Tensor:
+def _grad_x(ctx: Any, grad: Tensor, values: Tensor | None, scale: Tensor | None) -> Tensor:
     if torch.is_grad_enabled():  # create_graph=True
-        return differentiable_int8_grad(grad, weight)
-    values, scale = transposed
+        return differentiable_int8_grad(grad, _unwritten(ctx))
     if values is None:
-        fresh = _quantised(weight.t(), False, implementation)
+        fresh = _quantised(_unwritten(ctx).t(), False, ctx.implementation)
         values, scale = fresh.values, fresh.scale
     assert scale is not None, "an int8 copy has a scale"
-    return int8_matmul(grad, values, scale, implementation=implementation)
+    return int8_matmul(grad, values, scale, implementation=ctx.implementation)
+
+
+def _unwritten(ctx: Any) -> Tensor:
+    weight: Tensor = ctx.weight
+    if weight._version != ctx.version:
+        raise RuntimeError(
+            "The weight of `int8_linear` has been modified by an inplace operation between its forward and a backward"
+            " that needs it. Run the backward before the optimizer's step."
+        )
+    return weight

@@ -170,7 +170,7 @@ def has_kernel(operation: str, device_type: str) -> bool:
         operation: A name in the table.
         device_type: Type of the device that the tensors are on.
     """
-    return (chosen() or automatic(operation, device_type)) != "reference"
+    return (chosen() or _remembered(operation, device_type)) != "reference"
 
 
 def describe(operation: str, device_type: str) -> str:
@@ -193,6 +193,9 @@ def describe(operation: str, device_type: str) -> str:
 def automatic(operation: str, device_type: str) -> str:
     """Returns the name of the implementation that runs when nobody chooses."""
     return next((name for name in _AUTOMATIC if _reason_against(operation, device_type, name) is None), "reference")
+
+
+_remembered = functools.cache(automatic)  # asked in every step
 
 
 def _require(operation: str, device_type: str, name: str) -> None:
