@@ -292,14 +292,6 @@ class Steering:
         """Closes a window whose step had no gradient at all: neither applied nor skipped, nothing learnt from it."""
         self._has_stepped = True
 
-    def note_rescaled(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Notes that gradients which a clipping had unscaled hold a scaled loss again."""
-        self.manual_scaling.note_rescaled(parameters)
-
-    def take_bare(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Returns those of an optimizer's parameters whose gradients come from a backward that scaled no loss."""
-        return self.manual_scaling.take_bare(parameters)
-
     def on_skipped(self, gradients: Gradients | None, optimizer: int = 0) -> None:
         """Counts a skipped step, puts buffers back and lets the guard react.
 

@@ -138,7 +138,7 @@ class Stepping:
     def rescale(self) -> None:
         """Takes back what the user's clipping between two backwards has unscaled; the step unscales everything."""
         for gradients in self._gradients.values():
-            self._steering.note_rescaled(gradients.rescale_(self._steering.knobs.loss_scale.scale))
+            self._steering.manual_scaling.note_rescaled(gradients.rescale_(self._steering.knobs.loss_scale.scale))
         self._gradients.clear()
 
     # ---- step ----
@@ -239,7 +239,7 @@ class Stepping:
         if gradients is None:
             if self._fast_path is not None:
                 self._fast_path.table.materialize()
-            gradients = Gradients(parameters, inv_scale, steering.take_bare(parameters))
+            gradients = Gradients(parameters, inv_scale, steering.manual_scaling.take_bare(parameters))
         self._gradients[id(optimizer)] = gradients
         return gradients
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from autoprec.stepping import Stepping
 from tests.small_fits import MakeOptimizer, Outcome, Plain, clone, differences, loader, outcome, quiet, seed
 
 Make = Callable[[], LightningModule]
+
+every_format = pytest.mark.parametrize("policy", ["fixed:bf16", "fixed:int8"])
 adamw: MakeOptimizer = partial(AdamW, lr=0.01)
 
 

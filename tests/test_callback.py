@@ -622,7 +622,17 @@ def test_metrics_come_as_often_as_lightning_logs_under_accumulation(tmp_path: Pa
     assert len(lines) - 1 == 2
 
 
-def test_nothing_is_logged_without_a_logger_or_under_barebones() -> None:
+@pytest.mark.parametrize("has_bar", [False, True])
+def test_metrics_are_there_for_other_callbacks_without_a_logger(has_bar: bool) -> None:
+    trainer = quiet(max_epochs=1, log_every_n_steps=4, enable_progress_bar=has_bar, callbacks=[AutoPrecisionCallback()])
+    trainer.fit(Plain(), loader())
+    names = {"autoprec/bits", "autoprec/loss_scale", "autoprec/applied_steps", "autoprec/skipped_steps"}
+    assert names | {"autoprec/grad_norm"} == set(trainer.callback_metrics)
+    assert trainer.callback_metrics["autoprec/applied_steps"] == 8
+    assert ("autoprec/bits" in trainer.progress_bar_metrics) == has_bar
+
+
+def test_nothing_is_logged_under_barebones() -> None:
     trainer = Trainer(accelerator="cpu", devices=1, barebones=True, max_steps=8, callbacks=[AutoPrecisionCallback()])
     trainer.fit(Plain(), loader())
     assert not trainer.callback_metrics

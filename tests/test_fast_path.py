@@ -23,7 +23,15 @@ from torch.optim import SGD, Adam, AdamW
 
 from autoprec import Action, AutoPrecisionConfig, LossScaleConfig, ScriptedController
 from autoprec.layers import ModuleState
-from tests.private_runs import Net, adamw, assert_private_is_the_same, assert_same_runs, gradients_of, run
+from tests.private_runs import (
+    Net,
+    adamw,
+    assert_private_is_the_same,
+    assert_same_runs,
+    every_format,
+    gradients_of,
+    run,
+)
 from tests.small_fits import MakeOptimizer, Plain, StatefulLoader, differences, fp16_plugin, quiet, seed
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -104,9 +112,12 @@ def test_a_loss_scale_that_is_no_power_of_two_is_taken_out_of_the_gradients_firs
     assert found.counts["groups by kernel"] > 0
 
 
+@every_format
 @pytest.mark.parametrize("batches", [3, 5])
-def test_accumulation(batches: int) -> None:
-    private, _ = assert_private_is_the_same(lambda: Plain(adamw), accumulate_grad_batches=batches, max_epochs=4)
+def test_accumulation(batches: int, policy: str) -> None:
+    private, _ = assert_private_is_the_same(
+        lambda: Plain(adamw), accumulate_grad_batches=batches, max_epochs=4, policy=policy
+    )
     assert private.counts["private"] >= 4
 
 
@@ -119,12 +130,26 @@ def test_accumulation(batches: int) -> None:
         {"gradient_clip_val": 0.5, "ap": {"knobs": ("precision", "clip")}},
         {"ap": {"knobs": ("precision", "loss_scale", "clip")}, "max_epochs": 4},
         {"gradient_clip_val": 0.1, "policy": "fixed:fp16", "runs_on_copies": False},
+        {"gradient_clip_val": 0.1, "policy": "fixed:int8"},
     ],
-    ids=["trainer", "hard", "accumulated", "not masked", "median", "fp16"],
+    ids=["trainer", "hard", "accumulated", "not masked", "median", "fp16", "int8"],
 )
 def test_clipping_by_norm(options: dict[str, Any]) -> None:
     private, _ = assert_private_is_the_same(lambda: Plain(adamw), **options)
     assert any(private.telemetry["clipped"])
+
+
+@pytest.mark.parametrize("limit", [0.05, None])
+def test_int8_layers_compute_with_their_copies_and_clamp_what_they_put_out(limit: float | None) -> None:
+    config = AutoPrecisionConfig(clamp_output=limit)
+    private, _ = assert_private_is_the_same(lambda: Plain(adamw), policy="fixed:int8", config=config)
+    assert private.counts["on int8 copies"] == private.counts["on copies"] == 2 * 13
+    steering = private.callback.steering
+    assert steering is not None
+    assert {unit.ran["int8", "int8"] for unit in steering.knobs.units.values()} == {16}
+    seed()
+    clamped = run(Plain(adamw), policy="fixed:int8", config=AutoPrecisionConfig(clamp_output=0.05))
+    assert (clamped.left.losses == private.left.losses) == (limit is not None)
 
 
 def test_clipping_by_value_needs_the_gradients() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import SGD, AdamW, Optimizer
 
-from tests.private_runs import Make, Net, adamw, assert_private_is_the_same, convolutions, run
+from tests.private_runs import Make, Net, adamw, assert_private_is_the_same, convolutions, every_format, run
 from tests.small_fits import Plain
 
 
@@ -122,6 +122,10 @@ CHANGES: dict[str, tuple[Make, Callable[[], list[Callback]]]] = {
         Net,
         lambda: [At(6, lambda m: m.trainer.optimizers[0].load_state_dict(m.trainer.optimizers[0].state_dict()))],
     ),
+    "optimizer replaced": (
+        Net,
+        lambda: [At(6, lambda m: setattr(m.trainer, "optimizers", [SGD(m.parameters(), lr=0.01, momentum=0.9)]))],
+    ),
     "amsgrad from here on": (
         Net,
         lambda: [At(6, lambda m: m.trainer.optimizers[0].param_groups[0].update(capturable=False, maximize=True))],
@@ -129,9 +133,22 @@ CHANGES: dict[str, tuple[Make, Callable[[], list[Callback]]]] = {
 }
 
 
+@every_format
 @pytest.mark.parametrize(("make", "callbacks"), CHANGES.values(), ids=CHANGES)
-def test_changes_in_mid_run(make: Make, callbacks: Callable[[], list[Callback]]) -> None:
-    assert_private_is_the_same(make, callbacks=callbacks)
+def test_changes_in_mid_run(make: Make, callbacks: Callable[[], list[Callback]], policy: str) -> None:
+    # int8 convolutions are emulated
+    runs_on_copies = None if policy == "fixed:int8" else True
+    assert_private_is_the_same(make, callbacks=callbacks, policy=policy, runs_on_copies=runs_on_copies)
+
+
+def test_an_int8_weight_that_no_longer_lies_in_rows_runs_as_always() -> None:
+    def turn(module: Any) -> None:
+        weight = module.net[0].weight
+        weight.data = weight.data.t().contiguous().t()
+
+    private, _ = assert_private_is_the_same(Net, callbacks=lambda: [At(6, turn)], policy="fixed:int8")
+    # two layers from the fourth step to the sixth, one after that
+    assert private.counts["on int8 copies"] == 2 * 3 + 10
 
 
 def hook_after_hand_out(module: Any, step: int) -> None:
@@ -149,9 +166,10 @@ def replace_weight(module: Any, step: int) -> None:
         module.net[2].weight = nn.Parameter(module.net[2].weight.detach() * 0.5)
 
 
+@every_format
 @pytest.mark.parametrize("change", [hook_after_hand_out, rewrite_weight, replace_weight])
-def test_changes_inside_the_step(change: Callable[[Any, int], None]) -> None:
-    assert_private_is_the_same(lambda: Net(change=change))
+def test_changes_inside_the_step(change: Callable[[Any, int], None], policy: str) -> None:
+    assert_private_is_the_same(lambda: Net(change=change), policy=policy)
 
 
 def own_step(self: Optimizer, closure: Callable[[], Any]) -> Any:

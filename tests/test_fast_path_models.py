@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from autoprec import ScriptedController
-from tests.private_runs import Net, assert_private_is_the_same, convolutions, loss_of, run
+from tests.private_runs import Net, assert_private_is_the_same, convolutions, every_format, loss_of, run
 
 # ---- calls ----
 
@@ -40,10 +40,17 @@ class CalledAgain(Net):
         return loss
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"policy": "fixed:int8"},
+        {"policy": ScriptedController, "precision": "bf16-mixed"},
+    ],
+)
 def test_layers_that_are_called_more_often_later(options: dict[str, Any]) -> None:
-    policy: Any = ScriptedController if options.get("precision") else "fixed:bf16"
-    assert_private_is_the_same(CalledAgain, policy=policy, max_epochs=3, **options)
+    assert_private_is_the_same(CalledAgain, max_epochs=3, **options)
 
 
 class Conditional(Net):
@@ -79,9 +86,12 @@ class Checkpointed(Net):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_checkpointed_blocks(use_reentrant: bool, precision: str) -> None:
-    policy: Any = ScriptedController if precision == "bf16-mixed" else "fixed:bf16"
+@pytest.mark.parametrize(
+    ("precision", "policy"),
+    [("32-true", "fixed:bf16"), ("32-true", "fixed:int8"), ("bf16-mixed", ScriptedController)],
+    ids=["bf16", "int8", "bf16-mixed"],
+)
+def test_checkpointed_blocks(use_reentrant: bool, precision: str, policy: Any) -> None:
     private, _ = assert_private_is_the_same(
         lambda: Checkpointed(use_reentrant), policy=policy, precision=precision, gradient_clip_val=0.3
     )
@@ -134,10 +144,11 @@ class Regularised(Net):
         return 0.02 * early + super().loss(batch) + 0.01 * late
 
 
+@every_format
 @pytest.mark.parametrize("uses", [1, 2, 3])
 @pytest.mark.parametrize("batches", [1, 3])
-def test_weights_that_the_loss_uses_too(uses: int, batches: int) -> None:
-    assert_private_is_the_same(lambda: Regularised(uses), accumulate_grad_batches=batches, max_epochs=4)
+def test_weights_that_the_loss_uses_too(uses: int, batches: int, policy: str) -> None:
+    assert_private_is_the_same(lambda: Regularised(uses), accumulate_grad_batches=batches, max_epochs=4, policy=policy)
 
 
 class Protected(Net):
@@ -170,13 +181,14 @@ class Kept(Net):
 
 
 @pytest.mark.filterwarnings("ignore:.*training_step.* returned `None`")
-def test_a_graph_that_is_kept_over_the_step() -> None:
+@every_format
+def test_a_graph_that_is_kept_over_the_step(policy: str) -> None:
     def make() -> LightningModule:
         module = Kept()
         module.previous = (torch.zeros(8, 2, requires_grad=True), torch.zeros(8, 2))
         return module
 
-    private, _ = assert_private_is_the_same(make)
+    private, _ = assert_private_is_the_same(make, policy=policy)
     assert private.counts["private in low precision"] > 8
 
 

@@ -129,12 +129,13 @@ def test_nothing_is_said_of_layers_that_are_called(name: str, granularity: Any) 
 
 
 @needs_cpu_kernels
+@pytest.mark.parametrize("policy", ["fixed:bf16", "fixed:int8"])
 @pytest.mark.parametrize("is_read", [False, True])
-def test_layers_on_kept_copies_are_called(is_read: bool) -> None:
+def test_layers_on_kept_copies_are_called(is_read: bool, policy: str) -> None:
     module = Plain()
     if is_read:
         module.net.insert(0, Reads(8))
-    private = run(module)
+    private = run(module, policy=policy)
     assert private.counts["on copies"] > 0
     assert [("net.0.inner: never called" in line, "net.1" in line) for line in remarks(private.callback)] == (
         [(True, False)] if is_read else []
