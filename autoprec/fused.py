@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from autoprec.moments import LEFT_TO_TORCH, NarrowMoments
 from autoprec.ops import WeightCopy, has_kernel, prepare_adam, prepare_sgd
 from autoprec.ops.prepared import AdamStep, SgdStep
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _PLAIN = {Tensor, nn.Parameter}
-# settings of a group under which torch's own step does something that the kernels do not
-_OTHERWISE = ("amsgrad", "capturable", "differentiable")
 
 Options = dict[str, Any]
 
@@ -55,12 +54,14 @@ class FusedStep:
 
     Attributes:
         copies: Low-precision copies of weights to write in the same pass, by ``id`` of the parameter.
+        moments: What keeps second moments in 16 bits, ``None`` where they are float32.
         taken: Steps that the kernels took.
         updated: ``id`` of the parameters that they updated in the latest call of ``optimizer.step``.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.copies: dict[int, WeightCopy] = {}
+        self.moments: NarrowMoments | None = None
         self.taken = 0
         self.updated: list[int] = []
         self._optimizer = optimizer
@@ -84,11 +85,15 @@ class FusedStep:
 
         optimizer._init_group = collect  # type: ignore[attr-defined]
         self.updated = []
+        if self.moments is not None:
+            self.moments.has_stepped = False
         try:
             yield
             self.taken += bool(self.updated)
         finally:
             del optimizer._init_group  # type: ignore[attr-defined]
+            if self.moments is not None:
+                self.moments.guard()
             self._plan = None
 
     def plan(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
@@ -129,7 +134,7 @@ class FusedStep:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _prepare(self, index: int, group: Options, members: list[Tensor]) -> _Prepared | None:
-        if any(group.get(name) for name in _OTHERWISE):
+        if any(group.get(name) for name in LEFT_TO_TORCH):
             return None
         states = self._states(group, members)
         if states is None:
@@ -139,7 +144,7 @@ class FusedStep:
         is_same = known is not None and known.copies is self.copies and known.keys == keys
         if known is not None and is_same and known.addresses == addresses and _are(known.states, states):
             return known
-        if not _fit(members, states):
+        if not _fit(members, states, torch.float32 if self.moments is None else self.moments.dtype):
             return None
         step = self._prepare_step(members, states, [self.copies.get(key) for key in keys])
         self._prepared[index] = _Prepared(keys, addresses, members, states, self.copies, step)
@@ -167,9 +172,20 @@ class FusedStep:
         if not grads:
             return
         options = _adam_options(group) if self._is_adam else _sgd_options(group)
+        if self.moments is not None:
+            prepared = self._narrowed(self.moments, group, prepared)
+            options.update(self.moments.words(group, prepared.parameters, prepared.states))
         prepared.step(grads, grad_factor=self._factor, **options)
         torch.autograd.graph.increment_version(prepared.parameters)
         self.updated += prepared.keys
+
+    def _narrowed(self, moments: NarrowMoments, group: Options, prepared: _Prepared) -> _Prepared:
+        if not moments.narrow(group, prepared.parameters, prepared.states):
+            return prepared
+        index = next(index for index, each in enumerate(self._optimizer.param_groups) if each is group)
+        again = self._prepare(index, group, prepared.parameters)
+        assert again is not None, "narrow moments lie as the wide ones did"
+        return again
 
 
 def is_fusible(optimizer: Any) -> bool:
@@ -215,14 +231,15 @@ def has_torchs_step(optimizer: Optimizer) -> bool:
     return False
 
 
-def _fit(members: Sequence[Tensor], states: Sequence[Tensor]) -> bool:
-    """Whether everything is float32 and lies as torch made it."""
+def _fit(members: Sequence[Tensor], states: Sequence[Tensor], narrow: torch.dtype) -> bool:
+    """Whether everything is float32, second moments maybe narrow, and lies as torch made it."""
     if not all(type(member) in _PLAIN and member.dtype is torch.float32 and is_one_block(member) for member in members):
         return False
     for index, state in enumerate(states):
         member = members[index % len(members)]
         is_counter = state.numel() == 1 and state.ndim == 0 and state.is_cpu
-        if state.dtype is not torch.float32 or not (is_counter or _lies_like(state, member)):
+        is_wide = state.dtype is torch.float32 or (state.dtype is narrow and index // len(members) == 1)
+        if not is_wide or not (is_counter or _lies_like(state, member)):
             return False
     return True
 

@@ -57,6 +57,9 @@ class Steering:
         samples: Windows measured in detail so far.
         is_in_step: Whether ``training_step`` is running.
         kernel_steps: Optimizer steps of this process that kernels took.
+        narrow_steps: Those among them that worked on second moments in 16 bits.
+        wide_reason: Why some or all second moments stay in float32 though 16 bits were asked for; ``None`` where
+            nothing stood in the way at the start.
         copied_layers: Layers that ran on kept copies of their weights in the latest step.
         onlooker: Whose code may look at gradients in the middle of a step, so that they are kept in ``.grad`` and no
             copies of weights are kept; ``None`` if nobody's.
@@ -93,6 +96,8 @@ class Steering:
         self.backwards = 0
         self.is_in_step = False
         self.kernel_steps = 0
+        self.narrow_steps = 0
+        self.wide_reason: str | None = None
         self.copied_layers = 0
         self.onlooker: str | None = None
         self._root: nn.Module | None = root

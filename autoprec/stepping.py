@@ -27,6 +27,7 @@ from autoprec.fast_path import FastPath
 from autoprec.fused import FusedStep, TorchsStep, is_fusible
 from autoprec.gradients import Gradients
 from autoprec.masks import restrict_for_bypass
+from autoprec.moments import narrow_moments
 from autoprec.onlookers import Onlookers, has_step_hooks
 from autoprec.steering import Steering
 from autoprec.undo import StepUndo
@@ -69,11 +70,20 @@ class Stepping:
         is_fused = steering.config.fused_step and "precision" not in knobs.masked
         self._fused = {id(each): FusedStep(each) for each in optimizers if is_fused and is_fusible(each)}
         self._optimizers = list(optimizers)
+        if steering.config.second_moment != "fp32":
+            masked = knobs.masked.get("precision")
+            moments, steering.wide_reason = narrow_moments(optimizers, self._fused, steering.config, masked)
+            for key, fused_step in self._fused.items():
+                fused_step.moments = moments.get(key)
         self._fast_path: FastPath | None = None
 
     def release(self) -> None:
         """Ends everything that lasts as long as a fit."""
         self._guard.remove()
+        for fused in self._fused.values():
+            if fused.moments is not None:
+                fused.moments.release()
+                fused.moments = None
         self._gradients.clear()
         self._end_privacy()
 
@@ -166,6 +176,7 @@ class Stepping:
         undo.learn()
         if fused is not None and fused.updated:
             steering.kernel_steps += 1
+            steering.narrow_steps += fused.moments is not None and fused.moments.has_stepped
         if fused is not None and self._fast_path is not None:
             self._fast_path.note_step()
             steering.copied_layers = len(self._fast_path.layers)

@@ -72,12 +72,24 @@ def _kernel_lines(steering: Steering) -> list[str]:
     lines = [f"  kernels    gradient statistics by {describe('grad_stats', steering.runtime.device_type)}"]
     if steering.kernel_steps:
         line = f"  kernels    took {steering.kernel_steps} optimizer steps"
+        if steering.narrow_steps:
+            line += f", {steering.narrow_steps} of them with second moments in {steering.config.second_moment}"
         if steering.copied_layers:
             line += f", {steering.copied_layers} layers on kept copies of their weights"
         elif steering.onlooker is not None:
             line += f"; gradients stay in .grad for {steering.onlooker}"
         lines.append(line)
-    return lines
+    return lines + _moment_lines(steering)
+
+
+def _moment_lines(steering: Steering) -> list[str]:
+    """Where second moments stayed in float32 though 16 bits were asked for."""
+    config, reason = steering.config, steering.wide_reason
+    if config.second_moment == "fp32" or (steering.narrow_steps and reason is None):
+        return []
+    if reason is None:
+        reason = f"no kernel took a step of a weight with {max(config.second_moment_after, 1)} steps behind it"
+    return [f"  moments    {'some' if steering.narrow_steps else 'all'} second moments stayed in fp32: {reason}"]
 
 
 def no_decision(steering: Steering, interval: int) -> str:

@@ -43,6 +43,9 @@ from autoprec.config import RECIPES, AutoPrecisionConfig, ClipConfig, GuardConfi
         (AutoPrecisionConfig, "clamp_output", 0.0),
         (AutoPrecisionConfig, "stable_cv", -0.1),
         (AutoPrecisionConfig, "headroom_bits", math.nan),
+        (AutoPrecisionConfig, "second_moment", "int8"),
+        (AutoPrecisionConfig, "second_moment", None),
+        (AutoPrecisionConfig, "second_moment_after", -1),
         (AutoPrecisionConfig, "formats", ()),
         (AutoPrecisionConfig, "formats", ("bf16", "bf16")),
     ],
@@ -63,6 +66,7 @@ def test_out_of_range(kind: type[Any], field: str, value: object) -> None:
         (AutoPrecisionConfig, "formats", "bf16"),
         (AutoPrecisionConfig, "formats", ["bf16"]),
         (AutoPrecisionConfig, "hold_schedules", 1),
+        (AutoPrecisionConfig, "second_moment_after", 1.5),
         (AutoPrecisionConfig, "loss_scale", 65536.0),
         (AutoPrecisionConfig, "clip", 1.0),
         (AutoPrecisionConfig, "guard", None),
@@ -89,6 +93,12 @@ def test_unknown_format_suggests_the_nearest(name: str) -> None:
 def test_granularity_suggests_the_nearest() -> None:
     with pytest.raises(ValueError, match=re.escape("Did you mean 'layer'?")):
         AutoPrecisionConfig(granularity="layers")  # type: ignore[arg-type]
+
+
+def test_second_moment_suggests_the_nearest() -> None:
+    expected = "`second_moment` must be 'bf16', 'fp16' or 'fp32'. Did you mean 'bf16'?"
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        AutoPrecisionConfig(second_moment="BF16")  # type: ignore[arg-type]
 
 
 def test_extremes_that_are_legal() -> None:

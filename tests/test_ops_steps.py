@@ -349,6 +349,37 @@ def test_a_16_bit_moment_is_the_32_bit_one_rounded_stochastically(
         assert_same_bits(low.params[index], wide.params[index])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_random_words_go_by_the_place_in_memory(isa: str, dtype: torch.dtype) -> None:
+    runs = []
+    for implementation in ("cpu", "reference"):
+        torch.manual_seed(1)
+        mine = Tensors([(4, 6, 3, 3), 5], dtype)
+        grads = [torch.zeros_like(param) for param in mine.params]  # so that rounding has nothing else to decide
+        moment = torch.rand(4, 6, 3, 3).to(dtype)
+        for tensors, value in ((mine.params, torch.randn(4, 6, 3, 3)), (mine.exp_avgs, torch.zeros(4, 6, 3, 3))):
+            tensors[0] = value.contiguous(memory_format=torch.channels_last)
+        mine.exp_avg_sqs[0] = moment.contiguous(memory_format=torch.channels_last)
+        mine.step(grads, beta2=0.999, seed=9, offset=77, implementation=implementation)
+        runs.append(mine.exp_avg_sqs)
+    for actual, expected in zip(*runs, strict=True):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 0.042), (torch.float16, 0.0064)])
+def test_the_noise_of_a_narrow_moment_is_the_documented_one(dtype: torch.dtype, expected: float) -> None:
+    wide, narrow = Tensors([4000]), Tensors([4000], dtype)
+    magnitudes = torch.exp2(torch.rand(4000) / 2)  # squares fill one binade
+    for count in range(6000):
+        grads = [torch.randn(4000) * magnitudes]
+        for tensors in (wide, narrow):
+            tensors.step(grads, beta2=0.999, lr=0.0, seed=1, offset=count)
+    error = narrow.exp_avg_sqs[0].double() / wide.exp_avg_sqs[0].double() - 1
+    assert float(error.square().mean().sqrt()) == pytest.approx(expected, rel=0.1)
+    # the mean of 4000 independent errors
+    assert abs(float(error.mean())) < 5 * expected / 4000**0.5
+
+
 def test_d07_a_bf16_second_moment_does_not_stall() -> None:
     mine = Tensors([256], torch.bfloat16)
     grad = torch.full((256,), 10.0)

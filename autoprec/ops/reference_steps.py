@@ -73,6 +73,13 @@ def stream_starts(sizes: Sequence[int]) -> list[int]:
     return starts
 
 
+def _places(tensor: Tensor) -> Tensor:
+    """Where each element lies in memory, in a tensor that fills one block: its random word goes by that."""
+    places = torch.empty_like(tensor, dtype=torch.int64)
+    places.as_strided((tensor.numel(),), (1,)).copy_(torch.arange(tensor.numel(), device=tensor.device))
+    return places
+
+
 def _scaled(grad: Tensor, grad_factor: float | Tensor, maximize: bool) -> Tensor:
     grad = grad.detach().float() * grad_factor
     return -grad if maximize else grad
@@ -137,8 +144,7 @@ def fused_adam_(
         denominator = (moment.sqrt() / math.sqrt(1 - beta2**count)).add_(eps)
         weight.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**count))
         if exp_avg_sq.dtype in _SIXTEEN_BIT:
-            index = starts[i] + torch.arange(param.numel(), device=param.device).reshape(param.shape)
-            words = random_words(seed, offset, index)
+            words = random_words(seed, offset, starts[i] + _places(exp_avg_sq))
             # infinity would never come back down
             moment = round_stochastic(moment, _SIXTEEN_BIT[exp_avg_sq.dtype], words, saturate=True)
         exp_avg_sq.copy_(moment)
