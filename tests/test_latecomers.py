@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import AdamW
 
 from autoprec.onlookers import Onlookers
@@ -135,6 +136,23 @@ def test_steps_are_private_again_when_the_last_one_has_left() -> None:
 
     assert fit().counts["private"] == 0
     assert fit(At("on_train_epoch_start", leave, epoch=1)).counts["private"] > 0
+
+
+@needs_cpu_kernels
+def test_hooks_on_graph_nodes_that_are_kept_get_their_gradients() -> None:
+    """Such a layer does not run on copies, others do."""
+    seen: list[Any] = []
+    nodes: list[Any] = []
+
+    def hook(trainer: Any, root: Any) -> None:
+        nodes.append(get_gradient_edge(root.net[0].weight).node)
+        nodes[0].register_prehook(lambda grads: seen.append(grads[0]))
+
+    done = run(Module(), callbacks=[At("on_fit_start", hook)])
+    assert len(seen) == 16
+    assert not any(grad is None for grad in seen)
+    assert done.callback.steering is not None
+    assert done.callback.steering.copied_layers == 1
 
 
 @pytest.mark.parametrize("late", [False, True])
