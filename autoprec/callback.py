@@ -139,6 +139,9 @@ class AutoPrecisionCallback(Callback):
     def precision_map(self) -> dict[str, str]:
         """Current format of every unit by name; empty before the first fit.
 
+        It is what was asked for and granted; the table at the end of fit says where something else ran: emulation,
+        calls that fell back, units whose forward nobody calls.
+
         Units that are left alone (the table at the end of fit says which, and why) keep the entry ``"fp32"``; they
         run in the precision of what is before them. The same holds for units without a weight matrix that nobody has
         named.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from autoprec.gradients import Gradients
 from autoprec.guard import NonFiniteTrainingError, Verdict
 from autoprec.knobs import Knobs
 from autoprec.layers import Runtime
-from autoprec.locate import Locator, Offender, after_last_unit, first_overflow, is_finite
+from autoprec.locate import Locator, Offender, finite_flags, first_overflow, is_finite
 from autoprec.telemetry import Telemetry
 
 # after so many skips in a row the search for the first offending layer begins
@@ -42,6 +42,7 @@ class Fallback:
         self._telemetry = telemetry
         self._runtime = runtime
         self._locator: Locator | None = None
+        self._earlier: list[Tensor] = []
         self._has_advised = False
         self._has_told_of_data = False
 
@@ -49,6 +50,19 @@ class Fallback:
         """Removes all hooks and lets go of the model."""
         self._stop_search()
         self._root = None
+
+    def begin_window(self) -> None:
+        """Forgets the batches of the window before."""
+        self._earlier.clear()
+
+    def note_earlier_batch(self, batch: Any) -> None:
+        """Looks at a micro-batch before it is let go of, without waiting for the device.
+
+        Args:
+            batch: Not the newest batch of its window, any nesting of tensors.
+        """
+        if self._runtime.records:  # else no layer can be blamed
+            self._earlier += finite_flags(batch)
 
     def on_applied(self, optimizer: int = 0) -> None:
         """Notes an applied step of the optimizer with this index."""
@@ -72,7 +86,7 @@ class Fallback:
             window: Index of the window.
             applied_steps: Steps taken so far.
             skipped_steps: Steps skipped so far, this one included.
-            batch: The newest batch, any nesting of tensors, if it is known.
+            batch: The newest batch of the window, any nesting of tensors, if it is known.
             optimizer: Index of the optimizer.
 
         Raises:
@@ -91,7 +105,7 @@ class Fallback:
                 f" those of the last applied step ({applied_steps} applied, {skipped_steps} skipped)."
                 f" {_ADVICE[self._knobs.runs_in_fp32]}"
             )
-        if is_finite(batch):
+        if is_finite(batch) and all(map(bool, self._earlier)):
             self._raise_offender(window + 1, applied_steps)
         else:
             self._tell_of_bad_data(window)
@@ -111,10 +125,7 @@ class Fallback:
 
     def located(self) -> Offender | None:
         """Where the forward of the window left the range, if it did."""
-        offender = first_overflow(self._runtime.records)
-        if offender is None and self._telemetry.is_newest_loss_nonfinite():
-            offender = after_last_unit(self._runtime.records)
-        return offender
+        return first_overflow(self._runtime.records)
 
     def _raise_offender(self, window: int, applied_steps: int) -> None:
         offender = self.located()

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from autoprec.fused import FusedStep
-from autoprec.gradient_table import GradientTable, uses_of
+from autoprec.gradient_table import GradientTable, is_node_kept, uses_of
 from autoprec.knobs import Knobs, steered_units
 from autoprec.weight_copies import CopiedLayer, WeightCopies, can_run_on_copies
 
@@ -57,6 +57,8 @@ class FastPath:
         self._copies: WeightCopies | None = None
         self._made_for = -1
         self._is_handed_out = False
+        # in mid-run a kept graph would look like it
+        self._hooked = {id(p) for p in fused.parameters() if p.requires_grad and is_node_kept(p)}
 
     def hand_out(self) -> bool:
         """Called before the forward of a training step: gives layers the copies they run on.
@@ -130,7 +132,7 @@ class FastPath:
         self._uses = None
         self._made_for = self._knobs.changes
         owners = Counter(id(p) for module in self._root.modules() for p in module._parameters.values() if p is not None)
-        owned = {id(p) for p in self._fused.parameters()}
+        owned = {id(p) for p in self._fused.parameters()} - self._hooked
         for unit in steered_units(self._knobs):
             name = self._knobs.formats[unit.name]
             if unit.is_emulated(name):

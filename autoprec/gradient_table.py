@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+_MARK = "autoprec"
 
 
 class GradientTable:
@@ -132,3 +135,18 @@ def uses_of(loss: Tensor) -> Counter[int]:
 def is_observed(parameter: Tensor) -> bool:
     """Whether a hook waits for the gradient of a leaf."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def is_node_kept(parameter: Tensor) -> bool:
+    """Whether somebody keeps the graph node that adds up the gradient of a leaf: its hooks cannot be listed.
+
+    Called while no graph is under way. A node that nobody keeps is another one each time, and without hooks.
+    """
+    _metadata_of(parameter)[_MARK] = True
+    return _metadata_of(parameter).pop(_MARK, False)
+
+
+def _metadata_of(parameter: Tensor) -> dict[str, bool]:
+    node: Any = get_gradient_edge(parameter).node
+    metadata: dict[str, bool] = node.metadata
+    return metadata

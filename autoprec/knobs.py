@@ -119,7 +119,7 @@ class Knobs:
         return self.unit_formats.ambient_dtype
 
     def precision_map(self) -> dict[str, str]:
-        """Format of every unit by name, in the model's order."""
+        """Format asked of every unit by name, in the model's order; a unit that nobody calls has one as well."""
         return dict(self.formats)
 
     def map_to_save(self) -> tuple[dict[str, str], float | None, float | None]:

@@ -32,6 +32,8 @@ from autoprec.units import Unit, kind_of
 
 # formats whose range is short enough to watch the output in every step
 _WATCHED = ("fp16", "fp8", "int8")
+# what a record of the loss is called, which no module can be
+_LOSS = "the loss"
 
 
 class Record(NamedTuple):
@@ -56,7 +58,7 @@ class Runtime:
         runs_on_copies: Whether layers run on kept copies of their weights in this step.
         records_all: Record the output range of every unit, not only of those that can overflow.
         records_inputs: Also record what goes into a unit, to tell it from the operations before it.
-        records: What units took and returned, in order of execution.
+        records: What units took and returned, in order of execution; each loss counts as taken.
         untouched: Units that ran as they are because the user switched autocast off around them.
         thread: The thread that trains.
         on_output: Called with unit name and output of each recorded unit, ``None`` for nothing.
@@ -85,6 +87,15 @@ class Runtime:
         if tensor is not None and _is_measurable(tensor):
             bounds = torch.stack([bound.float() for bound in torch.aminmax(tensor.detach())])
             self.records.append(Record(state.name, is_input, bounds, tensor.numel() * state.fan_in))
+
+    def record_loss(self, loss: Tensor) -> None:
+        """Notes where in the order of execution a backward began; nothing while no unit is recorded.
+
+        Args:
+            loss: Unscaled, ``[]``.
+        """
+        if self.records:
+            self.records.append(Record(_LOSS, True, loss.expand(2), 0.0))
 
 
 class ModuleState:
@@ -282,6 +293,7 @@ def _steered_forward(base_forward: Runner) -> Runner:
             # the user protects this region with autocast(enabled=False)
             if state.run is not None and state.runtime.is_recording and not torch.compiler.is_compiling():
                 state.runtime.untouched.add(state.name)
+                state.unit.has_run = True
             return base_forward(self, *args, **kwargs)
         return _call(state, self, args, kwargs)
 
@@ -289,9 +301,12 @@ def _steered_forward(base_forward: Runner) -> Runner:
 
 
 def _call(state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    runtime = state.runtime
-    if torch.compiler.is_compiling() or is_functorch_active():
+    if torch.compiler.is_compiling():
         return state.run_plain(*args, **kwargs)
+    state.unit.has_run = True
+    if is_functorch_active():
+        return state.run_plain(*args, **kwargs)
+    runtime = state.runtime
     run = state.override or state.run or state.plain.forward  # type: ignore[attr-defined]
     if not runtime.is_recording:
         return run(module, *args, **kwargs)

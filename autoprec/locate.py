@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autoprec.layers import Record
+from autoprec.runners import is_functorch_active
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -26,11 +27,11 @@ def first_overflow(records: Sequence[Record]) -> Offender | None:
     """Finds the unit to raise after an overflow in the forward.
 
     Args:
-        records: Ranges of outputs (and inputs, if recorded) of one window, in order of execution.
+        records: Ranges of outputs (and inputs, if recorded) and the losses of one window, in order of execution.
 
     Returns:
-        ``None`` if every recorded output was finite. If a unit's input was not finite already, the operations before it
-        overflowed; they run in the precision of the unit before them.
+        ``None`` if all that was recorded was finite. If a unit's input or a loss was not finite already, the operations
+        before it overflowed; they run in the precision of the unit before them.
     """
     previous: str | None = None
     for record, is_finite in zip(records, _are_finite(records), strict=True):
@@ -46,23 +47,12 @@ def first_overflow(records: Sequence[Record]) -> Offender | None:
     return None
 
 
-def after_last_unit(records: Sequence[Record]) -> Offender | None:
-    """Finds the unit to raise when all recorded outputs are finite and the loss is not.
-
-    Args:
-        records: Ranges of the outputs of units in short formats, in order of execution.
-    """
-    outputs = [record for record in records if not record.is_input]
-    if not outputs or not all(_are_finite(records)):
-        return None
-    name = outputs[-1].name
-    return Offender(name, f"the operations after {name} left the range of the format", True)
-
-
 def _are_finite(records: Sequence[Record]) -> list[bool]:
     if not records:
         return []
-    finite: list[bool] = torch.isfinite(torch.stack([r.bounds.float() for r in records])).all(dim=1).tolist()
+    device = records[0].bounds.device  # a loss may lie elsewhere
+    bounds = torch.stack([record.bounds.float().to(device) for record in records])
+    finite: list[bool] = torch.isfinite(bounds).all(dim=1).tolist()
     return finite
 
 
@@ -96,7 +86,7 @@ class Locator:
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._forward is None and not is_finite(output):
+            if self._forward is None and not is_functorch_active() and not is_finite(output):  # vmap hides values
                 place = "its output" if is_finite(args) else "its input, from the operations before it"
                 self._forward = f"{name} ({place})"
 
@@ -105,8 +95,13 @@ class Locator:
 
 def is_finite(value: Any) -> bool:
     """Whether no float tensor in a nesting of containers holds inf or NaN; one without readable values holds none."""
-    tensors = [_entries(t) for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point()]
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor is not None)
+    return all(map(bool, finite_flags(value)))
+
+
+def finite_flags(value: Any) -> Iterator[Tensor]:
+    """The same for each of the tensors, left on its device."""
+    tensors = (_entries(t) for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point())
+    return (torch.isfinite(tensor).all() for tensor in tensors if tensor is not None)
 
 
 def _entries(tensor: Tensor) -> Tensor | None:

@@ -78,14 +78,3 @@ def clip_of(trainer: pl.Trainer) -> float | None:
     value = trainer.gradient_clip_val
     is_norm = trainer.gradient_clip_algorithm != GradClipAlgorithmType.VALUE
     return float(value) if value and value > 0 and is_norm else None
-
-
-def has_gradient_hooks(root: pl.LightningModule, callbacks: Sequence[pl.Callback]) -> bool:
-    """Whether code outside Lightning sees the gradients just before clipping and may write them.
-
-    A write through ``.data`` or numpy leaves no trace in the tensor's version, so gradients are measured again then.
-    """
-    if is_overridden("on_before_optimizer_step", root):
-        return True
-    foreign = [type(c) for c in callbacks if not type(c).__module__.startswith(("lightning.", "autoprec."))]
-    return any(cls.on_before_optimizer_step is not pl.Callback.on_before_optimizer_step for cls in foreign)

@@ -146,7 +146,7 @@ class AutoPrecision(WrappedPrecision):
         return History() if self.steering is None else self.steering.history
 
     def precision_map(self) -> dict[str, str]:
-        """Current format of every unit by name; empty before the first fit."""
+        """Format asked of every unit by name; empty before the first fit."""
         return {} if self.steering is None else self.steering.knobs.precision_map()
 
     @property
@@ -211,7 +211,7 @@ class AutoPrecision(WrappedPrecision):
             steering.backwards += 1
             # Lightning has divided the loss by the number of micro-batches
             parts = module.trainer.accumulate_grad_batches if steering.is_automatic else 1
-            steering.telemetry.note_loss(tensor if parts == 1 else tensor * parts)
+            steering.runtime.record_loss(steering.telemetry.note_loss(tensor if parts == 1 else tensor * parts))
             if self._stepping is not None:
                 self._stepping.rescale()
             if steering.knobs.loss_scale.enabled:

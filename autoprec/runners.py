@@ -26,8 +26,8 @@ from autoprec.units import is_exact, kind_of
 Runner = Callable[..., Any]
 _LOW = (torch.bfloat16, torch.float16)
 _ARE_TRANSFORMS_ACTIVE: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
-COUNTED = ("tf32", "fp8", "int8")
-"""Formats whose calls are counted: one that runs in another format instead shows in no dtype."""
+# calls are counted: one that runs in another format instead shows in no dtype
+_COUNTED = ("tf32", "fp8", "int8")
 
 
 def make_runner(
@@ -47,7 +47,7 @@ def make_runner(
     kind = kind_of(module)  # a tied unit or a block mixes kinds
     if kind == "norm":
         run = _norm_runner(module, cls, number_format.compute_dtype)
-    elif format_name in COUNTED:
+    elif format_name in _COUNTED:
         run = _quantised_runner(cls, kind, format_name, device_type)
     elif format_name == "fp16" and is_emulated and _is_emulated_whole(module, kind):
         run = _emulated_fp16_runner(cls, device_type)

@@ -164,6 +164,8 @@ class Steering:
     def note_batch(self, batch: Any) -> None:
         """Keeps the newest batch until its window ends: where its data are not finite, no layer is to blame."""
         self.finish_window()
+        if self._is_window_open:
+            self.fallback.note_earlier_batch(self._batch)
         self._batch = batch
 
     def _open_window(self) -> None:
@@ -172,6 +174,7 @@ class Steering:
         if self._shadow is not None:
             self._shadow.refresh()
         self.runtime.records.clear()
+        self.fallback.begin_window()
         self.runtime.records_all = self.is_sampling
         self.backwards = 0
 

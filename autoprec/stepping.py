@@ -26,9 +26,9 @@ from autoprec.bypass import Expecting, StepGuard
 from autoprec.fast_path import FastPath
 from autoprec.fused import FusedStep, TorchsStep, is_fusible
 from autoprec.gradients import Gradients
-from autoprec.masks import has_gradient_hooks, restrict_for_bypass
+from autoprec.masks import restrict_for_bypass
 from autoprec.moments import narrow_moments
-from autoprec.onlookers import has_step_hooks, onlooker, runs_between_steps
+from autoprec.onlookers import Onlookers, has_step_hooks
 from autoprec.steering import Steering
 from autoprec.undo import StepUndo
 
@@ -56,11 +56,10 @@ class Stepping:
         root = steering.root
         assert isinstance(root, pl.LightningModule)
         trainer = root.trainer
-        callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
         self._plugin = plugin
         self._steering = steering
         self._gradients: dict[int, Gradients] = {}
-        self._has_hooks = has_gradient_hooks(root, callbacks)
+        self._onlookers = Onlookers(root, trainer, (trainer.strategy, getattr(plugin, "base", plugin)))
         self._overrides_clipping = is_overridden("configure_gradient_clipping", root)
         self._trainer_clip = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         self._is_in_closure = False
@@ -68,7 +67,6 @@ class Stepping:
         self._latest: Gradients | None = None
         knobs = steering.knobs
         self._guard = StepGuard(root, optimizers, knobs.loss_scale, functools.partial(restrict_for_bypass, knobs))
-        steering.onlooker = onlooker(root, callbacks, (trainer.strategy, getattr(plugin, "base", plugin)))
         is_fused = steering.config.fused_step and "precision" not in knobs.masked
         self._fused = {id(each): FusedStep(each) for each in optimizers if is_fused and is_fusible(each)}
         self._optimizers = list(optimizers)
@@ -78,9 +76,6 @@ class Stepping:
             for key, fused_step in self._fused.items():
                 fused_step.moments = moments.get(key)
         self._fast_path: FastPath | None = None
-        if self._fused and steering.onlooker is None and steering.is_automatic:
-            fused = self._fused[id(optimizers[0])]
-            self._fast_path = FastPath(root, knobs, fused, runs_between_steps(root, callbacks))
 
     def release(self) -> None:
         """Ends everything that lasts as long as a fit."""
@@ -90,12 +85,25 @@ class Stepping:
                 fused.moments.release()
                 fused.moments = None
         self._gradients.clear()
+        self._end_privacy()
+
+    def _end_privacy(self) -> None:
         if self._latest is not None:
             with torch.no_grad():
                 self._latest.show()
             self._latest = None
         if self._fast_path is not None:
             self._fast_path.release()
+            self._fast_path = None
+
+    def _choose_privacy(self) -> None:
+        """Called when training begins, which others may have prepared for, and when somebody has joined or left."""
+        self._end_privacy()
+        steering, others = self._steering, self._onlookers
+        steering.onlooker = others.name
+        if self._fused and others.name is None and steering.is_automatic:
+            fused = self._fused[id(self._optimizers[0])]
+            self._fast_path = FastPath(steering.root, steering.knobs, fused, others.run_between)
 
     # ---- forward and backward ----
 
@@ -106,6 +114,8 @@ class Stepping:
             Whether the classes of layers must be swapped for it.
         """
         steering = self._steering
+        if self._onlookers.have_changed():
+            self._choose_privacy()
         if self._fast_path is None or steering.trial is not None or steering.is_compiled:
             return False
         if any(map(has_step_hooks, self._optimizers)):
@@ -204,7 +214,7 @@ class Stepping:
         call._call_callback_hooks(model.trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(model.trainer, "on_before_optimizer_step", optimizer)
         # between the user's clipping and the step other code of the user ran
-        leaves_traces = not self._has_hooks and not is_clipped_by_user
+        leaves_traces = not self._onlookers.write_gradients and not is_clipped_by_user
         gradients.after_foreign_code(leaves_traces, keeps_norms=is_clipped_by_user)
         self._clip(model, optimizer)
         gradients.after_foreign_code(leaves_traces=not self._overrides_clipping, keeps_norms=True)

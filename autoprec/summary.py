@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from autoprec.formats import FORMATS, get_format
 from autoprec.knobs import Knobs, steered_units
 from autoprec.ops import describe
-from autoprec.runners import COUNTED
 from autoprec.steering import Steering
 from autoprec.units import Unit
 
@@ -126,24 +125,25 @@ def _format_lines(steering: Steering) -> list[str]:
         line = f"  {name:<10} {len(members)} units, {share:.1%} of parameters"
         if total_compute:
             line += f", {sum(compute[unit.name] for unit in members) / total_compute:.1%} of compute"
-        remarks = _remarks(name, members, is_compiled=knobs.unit_formats.map_limit is not None)
+        remarks = _remarks(steering, name, members)
         lines.append(f"{line} ({'; '.join(remarks)})" if remarks else line)
     return lines + _left_alone_lines(left_alone)
 
 
-def _remarks(name: str, members: Sequence[Unit], is_compiled: bool) -> list[str]:
+def _remarks(steering: Steering, name: str, members: Sequence[Unit]) -> list[str]:
     """Where a format is not what ran: emulation, calls that fell back, units whose forward nobody called."""
     remarks = []
     emulated = sum(unit.is_emulated(name) for unit in members)
     if emulated:
         remarks.append(f"{'' if emulated == len(members) else f'{emulated} of them '}emulated on this device")
-    if name not in COUNTED or is_compiled:  # compiled calls are not counted
+    formats = steering.knobs.unit_formats
+    if formats.map_limit is not None:  # compiled calls are not counted
         return remarks
     ran = sum((unit.ran for unit in members), Counter[tuple[str, str]]())
     calls = sum(count for (asked, _), count in ran.items() if asked == name)
     others = {other: count for (asked, other), count in ran.items() if asked == name != other}
     remarks += [f"{count} of {calls} calls ran in {other}" for other, count in others.items()]
-    silent = [unit.name for unit in members if not any(asked == name for asked, _ in unit.ran)]
+    silent = [unit.name for unit in members if formats.is_never_called(unit, steering.applied_steps)]
     if silent:
         remarks.append(f"{', '.join(silent[:3])}{f' and {len(silent) - 3} more' if silent[3:] else ''}: never called")
     return remarks

@@ -78,18 +78,18 @@ class Telemetry:
         self._pending_losses: list[Tensor] = []
         self._pending_norms: deque[tuple[list[str | None], Tensor]] = deque(maxlen=WINDOW)
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Keeps the loss of one batch, not divided by accumulation, not scaled; ``[]``, any device."""
+    def note_loss(self, loss: Tensor) -> Tensor:
+        """Keeps the loss of one batch, not divided by accumulation, not scaled, on any device.
+
+        Returns:
+            What was kept, ``[]``, float32.
+        """
         loss = loss.detach()
         is_scalar = loss.ndim == 0 and loss.dtype is torch.float32
-        self._pending_losses.append(loss if is_scalar else loss.float().mean())
+        kept = loss if is_scalar else loss.float().mean()
+        self._pending_losses.append(kept)
         del self._pending_losses[:-WINDOW]
-
-    def is_newest_loss_nonfinite(self) -> bool:
-        """Whether the loss of the newest batch is inf or NaN."""
-        if self._pending_losses:
-            return not bool(torch.isfinite(self._pending_losses[-1]))
-        return bool(self.losses) and not math.isfinite(self.losses[-1])
+        return kept
 
     def note_applied(
         self, parameters: Sequence[nn.Parameter], norms: Tensor, total: float, is_clipped: bool, loss_scale: float

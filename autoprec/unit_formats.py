@@ -95,6 +95,16 @@ class UnitFormats:
         """Target of autocast at the start of a training step, before the first unit sets it."""
         return torch.float32 if self.is_ambient_raised else get_format(self._base.format or "fp32").compute_dtype
 
+    def is_never_called(self, unit: Unit, applied_steps: int) -> bool:
+        """Whether a unit's format was in force for a step at least, and nobody called its forward.
+
+        Args:
+            unit: A unit that is not left alone.
+            applied_steps: Applied optimizer steps so far.
+        """
+        was_in_force = self.is_steering and applied_steps > self.changed_at[unit.name]
+        return was_in_force and self._is_run_explicitly(unit) and not unit.has_run
+
     def why_no_room(self, changes: Mapping[str, str]) -> str | None:
         """Says why changes would make one map more than the compiler keeps, ``None`` if they would not.
 
@@ -160,6 +170,7 @@ class UnitFormats:
             "ran": {
                 name: [[*pair, n] for pair, n in unit.ran.items()] for name, unit in self.units.items() if unit.ran
             },
+            "called": [name for name, unit in self.units.items() if unit.has_run],
             "is_ambient_raised": self.is_ambient_raised,
             "is_steering": self.is_steering,
         }
@@ -182,3 +193,5 @@ class UnitFormats:
         self.changed_at.update({name: int(at) for name, at in state["changed_at"].items() if name in self.units})
         for name in state["ran"].keys() & self.units.keys():
             self.units[name].ran = Counter({(asked, ran): int(count) for asked, ran, count in state["ran"][name]})
+        for name in self.units.keys() & state["called"]:
+            self.units[name].has_run = True

@@ -51,6 +51,7 @@ class Unit:
         parameters: Its parameters.
         states: Filled by ``layers`` while a fit steers the unit.
         ran: Calls in training under tf32, fp8 or int8, counted by that format and by the one that ran.
+        has_run: Whether anybody has called one of the modules in a step that was steered; compiled calls do not count.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Unit:
     parameters: tuple[nn.Parameter, ...] = field(default=(), repr=False)
     states: list[Any] = field(default_factory=list, repr=False, compare=False)
     ran: Counter[tuple[str, str]] = field(default_factory=Counter, repr=False, compare=False)
+    has_run: bool = field(default=False, repr=False, compare=False)
 
     @property
     def is_frozen(self) -> bool:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from autoprec.gradient_table import GradientTable, is_observed, uses_of
+from autoprec.gradient_table import GradientTable, is_node_kept, is_observed, uses_of
 
 BF16 = torch.bfloat16
 Weights = Sequence[nn.Parameter]
@@ -374,3 +376,17 @@ def test_a_shared_part_of_a_graph_is_counted_once() -> None:
     loss = doubled.sum() + doubled.pow(2).sum()
     assert uses_of(loss)[id(weights[0])] == 1
     assert uses_of(torch.zeros(()))[id(weights[0])] == 0
+
+
+def test_nodes_that_somebody_keeps() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    assert not is_node_kept(weight)
+    (weight * 2).sum().backward()
+    assert not is_node_kept(weight)
+    kept: Any = get_gradient_edge(weight).node
+    assert is_node_kept(weight)
+    assert not kept.metadata
+    kept = weight.expand_as(weight)  # a graph keeps its nodes
+    assert is_node_kept(weight)
+    del kept
+    assert not is_node_kept(weight)

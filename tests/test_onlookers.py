@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
@@ -210,6 +210,15 @@ def sets(self: Any, batch: Any, batch_idx: int) -> Any:
     self.net[0].weight.set_(torch.ones(1))
 
 
+def hooks_node(self: Any, batch: Any, batch_idx: int) -> Any:
+    weight = self.net[0].weight
+    weight.expand_as(weight).grad_fn.next_functions[0][0].register_prehook(print)
+
+
+def hooks_edge(self: Any, batch: Any, batch_idx: int) -> Any:
+    torch.autograd.graph.get_gradient_edge(self.net[0].weight).node.register_prehook(print)
+
+
 def calls_method(self: Any, batch: Any, batch_idx: int) -> Any:
     self.tidy()
 
@@ -307,6 +316,8 @@ STEPS = [
     clips,
     writes,
     sets,
+    hooks_node,
+    hooks_edge,
     calls_method,
     calls_function,
     calls_helper,
@@ -548,3 +559,20 @@ def test_a_trainer_finds_its_own_parts_known() -> None:
     trainer = Trainer(accelerator="cpu", logger=False)
     callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
     assert onlooker(Plain(), callbacks, (trainer.strategy, trainer.precision_plugin)) is None
+
+
+# ---- strategies with several processes ----
+
+
+class Mine(DDPStrategy):
+    pass
+
+
+class Wide(SingleDeviceStrategy):
+    world_size = 2
+
+
+@pytest.mark.parametrize("make", [DDPStrategy, FSDPStrategy, ModelParallelStrategy, Mine, lambda: Wide("cpu")])
+def test_strategies_with_several_processes_see_gradients(make: Callable[[], Any]) -> None:
+    strategy = make()
+    assert onlooker(Plain(), [], (strategy, Precision())) == f"`{type(strategy).__qualname__}`"

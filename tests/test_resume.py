@@ -243,6 +243,7 @@ NOT_SAVED = {
     "_stepping": "kernels are prepared and copies made anew; a step has the same bits with them and without",
     "runs_on_copies": "set when a step begins",
     "override": "set while a layer runs on copies",
+    "onlooker": "found out when the first step begins",
     "changes": "says when that has to be looked at anew",
 }
 
