@@ -53,7 +53,7 @@ class FastPath:
         self._samples = -1 if os.environ.get("AUTOPREC_CHECK", "0") not in ("", "0") else _SAMPLES
         self._has_found_stale = False
         self._candidates: list[CopiedLayer] = []
-        self._uses: Counter[int] | None = None
+        self._counted: list[CopiedLayer] | None = None
         self._copies: WeightCopies | None = None
         self._made_for = -1
         self._is_handed_out = False
@@ -69,13 +69,15 @@ class FastPath:
         if self._is_handed_out:
             self.take_back()
         self.table.clear()
-        if self._has_found_stale or not self._fused.taken:
+        if self._has_found_stale:
             return False
-        if self._made_for != self._knobs.changes or (self._candidates and self._uses is None):
+        if self._made_for != self._knobs.changes or self._candidates:  # these were not counted: there was no loss
             self._begin_to_count()
             return bool(self._candidates)
-        if self._candidates:
-            self._choose([layer for layer in self._candidates if self._is_lone(layer)])
+        if not self._fused.taken:
+            return False
+        if self._counted is not None:
+            self._choose(self._counted)
         elif self._copies is not None and not self._copies.fit:
             self._choose(self.layers)
         if self._copies is None or not self._are_current(self._copies):
@@ -89,7 +91,9 @@ class FastPath:
     def look_at_graph(self, loss: Tensor) -> None:
         """Called before the backward: finds out which gradients do not come from one call of one layer alone."""
         if self._candidates:
-            self._uses = uses_of(loss)
+            uses, counted = uses_of(loss), self._candidates
+            self._drop()
+            self._counted = [layer for layer in counted if _is_lone(layer, uses)]
         for layer in self.layers:
             if layer.calls > 1:
                 self.table.shared.update(map(id, layer.parameters))
@@ -121,7 +125,7 @@ class FastPath:
     def _drop(self) -> None:
         for layer in [*self.layers, *self._candidates]:
             layer.state.override = None
-        self.layers, self._candidates, self._copies = [], [], None
+        self.layers, self._candidates, self._counted, self._copies = [], [], None, None
         self._fused.copies = {}
 
     # ---- which layers ----
@@ -129,7 +133,6 @@ class FastPath:
     def _begin_to_count(self) -> None:
         """Lets one window pass in which it is counted how often each layer runs."""
         self._drop()
-        self._uses = None
         self._made_for = self._knobs.changes
         owners = Counter(id(p) for module in self._root.modules() for p in module._parameters.values() if p is not None)
         owned = {id(p) for p in self._fused.parameters()} - self._hooked
@@ -145,15 +148,6 @@ class FastPath:
             ]
         for layer in self._candidates:
             layer.state.override = layer.count
-
-    def _is_lone(self, layer: CopiedLayer) -> bool:
-        """Whether a layer runs once in a step, and at most one gradient joins that of each of its parameters.
-
-        Gradients of several calls would be added up in low precision, where autocast adds them in float32, and three in
-        another order than autograd's.
-        """
-        assert self._uses is not None
-        return layer.calls == 1 and all(self._uses[id(parameter)] < 3 for parameter in layer.parameters)
 
     def _choose(self, layers: Sequence[CopiedLayer]) -> None:
         self._drop()
@@ -178,3 +172,12 @@ class FastPath:
         name = next((name for name, parameter in self._root.named_parameters() if parameter is stale), "a parameter")
         rank_zero_warn(_STALE.format(name=name))
         return False
+
+
+def _is_lone(layer: CopiedLayer, uses: Counter[int]) -> bool:
+    """Whether a layer runs once in a step, and at most one gradient joins that of each of its parameters.
+
+    Gradients of several calls would be added up in low precision, where autocast adds them in float32, and three in
+    another order than autograd's.
+    """
+    return layer.calls == 1 and all(uses[id(parameter)] < 3 for parameter in layer.parameters)

@@ -9,7 +9,7 @@ lives here: which optimizers and groups a kernel can take, and calling it. What 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -42,8 +42,9 @@ class _Prepared(NamedTuple):
 class _Part(NamedTuple):
     """The share of one group in a step that is about to be taken."""
 
-    prepared: _Prepared
+    members: list[Tensor]
     grads: list[Tensor]
+    prepared: _Prepared | None  # not before there is a state
 
 
 class FusedStep:
@@ -77,11 +78,14 @@ class FusedStep:
         own = optimizer._init_group  # type: ignore[attr-defined]
 
         def collect(group: Options, *lists: list[Tensor]) -> bool:
+            is_special: bool
             if self._plan is None:
-                is_special: bool = own(group, *lists)
+                is_special = own(group, *lists)
                 return is_special
-            self._take(group)
-            return False  # torch's loop finds nothing to do
+            if self._take(group, own, len(lists)):
+                return False  # torch's loop finds nothing to do
+            is_special = own(group, *lists)
+            return is_special
 
         optimizer._init_group = collect  # type: ignore[attr-defined]
         self.updated = []
@@ -96,16 +100,18 @@ class FusedStep:
                 self.moments.guard()
             self._plan = None
 
-    def plan(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    def plan(self, parameters: Sequence[Tensor], grads: Sequence[Tensor], are_in_grad: bool = False) -> bool:
         """Gets ready to take a step.
 
         Args:
             parameters: The optimizer's parameters that have a gradient.
             grads: Their gradients.
+            are_in_grad: Whether these are what torch finds in ``.grad``. Then it can make moments of Adam that are not
+                there yet, for the kernel to take the first step as well.
 
         Returns:
-            Whether the kernels can take it. Else torch's own loop runs: in an optimizer's first step, which makes the
-            moments, and wherever a tensor is not a plain one.
+            Whether the kernels can take it. Else torch's own loop runs: wherever a tensor is not a plain one, and in
+            the first step of SGD with momentum, which takes over the gradients as its moments.
         """
         self._plan = None
         by_key = dict(zip(map(id, parameters), grads, strict=True))
@@ -119,9 +125,9 @@ class FusedStep:
         for index, group in enumerate(groups):
             members = [parameter for parameter in group["params"] if id(parameter) in by_key]
             prepared = self._prepare(index, group, members)
-            if prepared is None:
+            if prepared is None and not (are_in_grad and self._is_new(group, members)):
                 return False
-            plan[id(group)] = _Part(prepared, [by_key[key] for key in prepared.keys])
+            plan[id(group)] = _Part(members, [by_key[id(member)] for member in members], prepared)
         self._plan = plan
         return True
 
@@ -158,6 +164,21 @@ class FusedStep:
         found = [row.get(name) for name in names for row in rows]
         return None if any(each is None for each in found) else found
 
+    def _is_new(self, group: Options, members: Sequence[Tensor]) -> bool:
+        """Whether all that the kernel needs for a group is moments that torch has yet to make."""
+        if not self._is_adam or any(group.get(name) for name in LEFT_TO_TORCH):
+            return False
+        state = self._optimizer.state
+        return _fit(members, (), torch.float32) and not all(state.get(member) for member in members)
+
+    def _made(self, group: Options, members: list[Tensor], own: Callable[..., bool], lists: int) -> _Prepared | None:
+        """Has torch make the moments that are missing."""
+        own(group, *([] for _ in range(lists)))
+        return self._prepare(self._index(group), group, members)
+
+    def _index(self, group: Options) -> int:
+        return next(index for index, each in enumerate(self._optimizer.param_groups) if each is group)
+
     def _prepare_step(
         self, members: list[Tensor], states: list[Tensor], copies: list[WeightCopy | None]
     ) -> AdamStep | SgdStep:
@@ -166,11 +187,15 @@ class FusedStep:
             return prepare_adam(members, states[:count], states[count : 2 * count], states[2 * count :], copies)
         return prepare_sgd(members, states or None, copies)
 
-    def _take(self, group: Options) -> None:
+    def _take(self, group: Options, own: Callable[..., bool], lists: int) -> bool:
+        """Takes the step of a group; returns whether it did, and if not, it is left to torch."""
         assert self._plan is not None
-        prepared, grads = self._plan[id(group)]
+        members, grads, prepared = self._plan[id(group)]
         if not grads:
-            return
+            return True
+        prepared = prepared or self._made(group, members, own, lists)
+        if prepared is None:
+            return False
         options = _adam_options(group) if self._is_adam else _sgd_options(group)
         if self.moments is not None:
             prepared = self._narrowed(self.moments, group, prepared)
@@ -178,12 +203,12 @@ class FusedStep:
         prepared.step(grads, grad_factor=self._factor, **options)
         torch.autograd.graph.increment_version(prepared.parameters)
         self.updated += prepared.keys
+        return True
 
     def _narrowed(self, moments: NarrowMoments, group: Options, prepared: _Prepared) -> _Prepared:
         if not moments.narrow(group, prepared.parameters, prepared.states):
             return prepared
-        index = next(index for index, each in enumerate(self._optimizer.param_groups) if each is group)
-        again = self._prepare(index, group, prepared.parameters)
+        again = self._prepare(self._index(group), group, prepared.parameters)
         assert again is not None, "narrow moments lie as the wide ones did"
         return again
 

@@ -164,15 +164,20 @@ class Gradients:
         self._measured = self._marks()
 
     def hide(self) -> None:
-        """Empties ``.grad`` after a private step: what stands there is neither unscaled nor clipped."""
+        """Empties ``.grad`` after a step; where it was private, what stands there is neither unscaled nor clipped."""
+        self._private = self.grads()
         for parameter in self.parameters:
             parameter.grad = None
 
     def show(self) -> None:
-        """Puts into ``.grad`` what would stand there had the step not been private."""
-        for parameter, grad in zip(self.parameters, self.grads(), strict=True):
-            if parameter.grad is None:
+        """Puts into ``.grad`` what would stand there without :meth:`hide`, and lets go of it here."""
+        grads, self._private = list(self.grads()), ()
+        for parameter in reversed(self.parameters):
+            grad = grads.pop()  # so that memory never holds all of both
+            if parameter.grad is None and self.is_private:
                 parameter.grad = torch.empty_like(parameter).copy_(grad).mul_(self.factor)
+            elif parameter.grad is None:
+                parameter.grad = grad
 
     def first_nonfinite(self, root: nn.Module) -> str | None:
         """Name of the layer whose gradient went non-finite first in the backward (the last one in the model)."""

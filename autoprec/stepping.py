@@ -88,13 +88,13 @@ class Stepping:
         self._end_privacy()
 
     def _end_privacy(self) -> None:
+        if self._fast_path is not None:
+            self._fast_path.release()  # of the memory that gradients are about to take
+            self._fast_path = None
         if self._latest is not None:
             with torch.no_grad():
                 self._latest.show()
             self._latest = None
-        if self._fast_path is not None:
-            self._fast_path.release()
-            self._fast_path = None
 
     def _choose_privacy(self) -> None:
         """Called when training begins, which others may have prepared for, and when somebody has joined or left."""
@@ -116,6 +116,7 @@ class Stepping:
         steering = self._steering
         if self._onlookers.have_changed():
             self._choose_privacy()
+        self._latest = None  # before the forward, whose activations they would add to
         if self._fast_path is None or steering.trial is not None or steering.is_compiled:
             return False
         if any(map(has_step_hooks, self._optimizers)):
@@ -135,7 +136,6 @@ class Stepping:
             yield
             return
         table = self._fast_path.table
-        self._latest = None
         self._fast_path.look_at_graph(loss)
         with table.open(loss):
             yield
@@ -191,11 +191,12 @@ class Stepping:
         return result
 
     def _forget(self, gradients: Gradients | None) -> None:
-        if gradients is not None and gradients.is_private:
+        if self._fast_path is None:
+            return
+        self._fast_path.table.clear()
+        if gradients is not None:
             gradients.hide()
             self._latest = gradients
-        if self._fast_path is not None:
-            self._fast_path.table.clear()
 
     def _checked_closure(self, optimizer: Any, model: pl.LightningModule, closure: Closure, undo: StepUndo) -> Any:
         steering = self._steering
@@ -233,7 +234,7 @@ class Stepping:
         if not gradients.is_private:
             # hooks may have given gradients to further parameters
             pairs = [(parameter, parameter.grad) for parameter in fused.parameters() if parameter.grad is not None]
-            fused.plan([parameter for parameter, _ in pairs], [grad for _, grad in pairs])
+            fused.plan([parameter for parameter, _ in pairs], [grad for _, grad in pairs], are_in_grad=True)
         fused.arm(gradients.factor)
 
     def _unscaled(self, optimizer: Any, trainer: Any) -> Gradients:

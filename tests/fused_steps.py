@@ -35,7 +35,7 @@ def take(fused: FusedStep, optimizer: Optimizer, closure: Callable[[], Any] | No
     def planning() -> Any:
         result = closure() if closure is not None else None
         given = [p for p in fused.parameters() if p.grad is not None]
-        planned.append(fused.plan(given, [p.grad for p in given if p.grad is not None]))
+        planned.append(fused.plan(given, [p.grad for p in given if p.grad is not None], are_in_grad=True))
         fused.arm(1.0)
         return result
 

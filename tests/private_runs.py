@@ -95,9 +95,10 @@ def counted() -> Iterator[Counter[str]]:
         counts["on int8 copies"] += 1
         return run_on_int8_copy(*args)
 
-    def counting_take(self: FusedStep, group: Any) -> None:
-        counts["groups by kernel"] += 1
-        take(self, group)
+    def counting_take(self: FusedStep, *args: Any) -> bool:
+        is_taken = take(self, *args)
+        counts["groups by kernel"] += is_taken
+        return is_taken
 
     def counting_private(self: Stepping, *args: Any) -> Any:
         gradients = private(self, *args)

@@ -143,7 +143,7 @@ def test_clipping_by_norm(options: dict[str, Any]) -> None:
 def test_int8_layers_compute_with_their_copies_and_clamp_what_they_put_out(limit: float | None) -> None:
     config = AutoPrecisionConfig(clamp_output=limit)
     private, _ = assert_private_is_the_same(lambda: Plain(adamw), policy="fixed:int8", config=config)
-    assert private.counts["on int8 copies"] == private.counts["on copies"] == 2 * 13
+    assert private.counts["on int8 copies"] == private.counts["on copies"] == 2 * 14
     steering = private.callback.steering
     assert steering is not None
     assert {unit.ran["int8", "int8"] for unit in steering.knobs.units.values()} == {16}
@@ -271,12 +271,25 @@ class Raises(Net):
         return loss
 
 
-def test_an_exception_leaves_plain_layers_and_float32_gradients() -> None:
+def test_an_exception_in_a_forward_leaves_plain_layers_and_no_gradients_of_the_step_before() -> None:
     module = Raises()
     with pytest.raises(KeyError):
         run(module)
     assert {type(each) for each in module.net} == {nn.Linear, nn.ReLU}
     assert not any("_autoprec" in vars(each) for each in module.modules())
+    assert set(gradients_of(module).values()) == {None}
+
+
+class RaisesBetween(Callback):
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 7:
+            raise KeyError("out of data")
+
+
+def test_an_exception_between_steps_leaves_float32_gradients() -> None:
+    module = Net()
+    with pytest.raises(KeyError):
+        run(module, callbacks=[RaisesBetween()])
     gradients = gradients_of(module)
     assert all(grad is not None and grad.dtype is torch.float32 for grad in gradients.values())
 

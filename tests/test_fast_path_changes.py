@@ -147,8 +147,8 @@ def test_an_int8_weight_that_no_longer_lies_in_rows_runs_as_always() -> None:
         weight.data = weight.data.t().contiguous().t()
 
     private, _ = assert_private_is_the_same(Net, callbacks=lambda: [At(6, turn)], policy="fixed:int8")
-    # two layers from the fourth step to the sixth, one after that
-    assert private.counts["on int8 copies"] == 2 * 3 + 10
+    # two layers from the third step to the sixth, one after that
+    assert private.counts["on int8 copies"] == 2 * 4 + 10
 
 
 def hook_after_hand_out(module: Any, step: int) -> None:

@@ -138,7 +138,7 @@ def test_each_step_is_the_float32_one_rounded_with_the_words_of_the_reference(na
     optimizer = adamw(groups)
     fused = narrow_step(optimizer, name, index=index)
     give_gradients(params, 0)
-    assert not take(fused, optimizer)  # makes the moments
+    optimizer.step()  # makes the moments
     twin = Twin(params, optimizer, name, index)
     for step in range(1, 12):
         give_gradients(params, step, sometimes=True)
@@ -275,19 +275,13 @@ def switch_amsgrad(optimizer: Any) -> None:
         row["max_exp_avg_sq"] = row["exp_avg_sq"].float()
 
 
-def add_group(optimizer: Any) -> None:
-    new = nn.Parameter(torch.ones(5))
-    new.grad = torch.ones(5)
-    optimizer.add_param_group({"params": [new]})
-
-
 def add_double(optimizer: Any) -> None:
     new = nn.Parameter(torch.ones(5, dtype=torch.float64))
     new.grad = torch.ones(5, dtype=torch.float64)
     optimizer.add_param_group({"params": [new]})
 
 
-@pytest.mark.parametrize("change", [switch_amsgrad, add_group, add_double])
+@pytest.mark.parametrize("change", [switch_amsgrad, add_double])
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
 def test_a_refused_step_is_torchs_own_on_float32(change: Callable[[Any], None], options: dict[str, Any]) -> None:
     params, optimizer, fused = started(**options)
@@ -326,7 +320,7 @@ def test_groups_that_come_and_go_are_narrow_too() -> None:
     for step in range(3, 6):
         give_gradients([*params, new], step)
         taken.append(take(fused, optimizer))
-    assert taken == [False, True, True]
+    assert taken == [True, True, True]
     assert dtypes(optimizer) == {torch.bfloat16}
     del optimizer.param_groups[0]
     give_gradients([new], 6)
@@ -469,9 +463,8 @@ def steps_of(callback: AutoPrecisionCallback | None) -> int:
 def test_a_fit_narrows_when_it_is_told_to_and_leaves_float32(after: int) -> None:
     looks = SeesMoments()
     done = run(Plain(plain_adamw), config=config(second_moment_after=after), callbacks=[looks])
-    first = max(after, 1)
-    assert looks.seen == [{"float32"}] * first + [{"bfloat16"}] * (16 - first)
-    assert steps_of(done.callback) == 16 - first
+    assert looks.seen == [{"float32"}] * after + [{"bfloat16"}] * (16 - after)
+    assert steps_of(done.callback) == 16 - after
     (optimizer,) = done.trainer.optimizers
     assert_all_wide(optimizer.state)
     assert not {"_init_group", "__getstate__"} & set(vars(optimizer))
@@ -519,7 +512,7 @@ def test_loads_and_copies_in_the_middle_of_a_fit_change_nothing() -> None:
         seed()
         looks = SeesMoments()
         runs.append(run(Plain(plain_adamw), config=config(), callbacks=[Meddles(is_on), looks]))
-        assert looks.seen == [{"float32"}] + [{"bfloat16"}] * 15
+        assert looks.seen == [{"bfloat16"}] * 16
     assert_same_runs(*runs)
 
 
@@ -533,7 +526,7 @@ def test_an_exception_leaves_float32_behind() -> None:
     trainer = quiet(max_epochs=2, callbacks=[callback])
     with pytest.raises(KeyError, match="stop"):
         trainer.fit(module, loader())
-    assert steps_of(callback) == 4
+    assert steps_of(callback) == 5
     (optimizer,) = trainer.optimizers
     assert_all_wide(optimizer.state)
     assert "_init_group" not in vars(optimizer)
@@ -551,7 +544,7 @@ def fixed(name: str = "bf16", after: int = 0) -> AutoPrecisionCallback:
 def test_a_resumed_run_has_the_same_bits(name: str, after: int, tmp_path: Path) -> None:
     """Narrowed at once, before the file is written and after it."""
     through = assert_resumes(Setup(partial(fixed, name, after)), tmp_path)
-    assert steps_of(through.callback) == TOTAL - max(after, 1)
+    assert steps_of(through.callback) == TOTAL - after
 
 
 @pytest.fixture(scope="module")
@@ -717,14 +710,14 @@ def test_one_of_two_optimizers_is_told_apart() -> None:
     assert done.callback.steering is not None
     text = summarize(done.callback.steering, "p")
     assert "some second moments stayed in fp32: `SGD` is not torch's own Adam or AdamW" in text
-    assert steps_of(done.callback) == 7
+    assert steps_of(done.callback) == 8
 
 
 def test_the_table_counts_steps() -> None:
     done = run(Plain(plain_adamw), config=config(second_moment_after=6))
     assert done.callback.steering is not None
     text = summarize(done.callback.steering, "p")
-    assert "took 15 optimizer steps, 10 of them with second moments in bf16" in text
+    assert "took 16 optimizer steps, 10 of them with second moments in bf16" in text
     assert "stayed in fp32" not in text
 
 
