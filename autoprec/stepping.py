@@ -91,10 +91,11 @@ class Stepping:
         if self._fast_path is not None:
             self._fast_path.release()  # of the memory that gradients are about to take
             self._fast_path = None
-        if self._latest is not None:
+        # Lightning has emptied `.grad` for a validation
+        if self._latest is not None and not self._steering.root.trainer.validating:  # type: ignore[union-attr]
             with torch.no_grad():
                 self._latest.show()
-            self._latest = None
+        self._latest = None
 
     def _choose_privacy(self) -> None:
         """Called when training begins, which others may have prepared for, and when somebody has joined or left."""
