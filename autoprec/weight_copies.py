@@ -18,7 +18,7 @@ from autoprec.fused import is_one_block
 from autoprec.gradient_table import is_observed
 from autoprec.layers import ModuleState
 from autoprec.ops import WeightCopy, new_copy, prepare_sgd
-from autoprec.runners import run_on_copies, run_on_int8_copy
+from autoprec.runners import is_kernel_input, run_on_copies, run_on_int8_copy
 from autoprec.units import is_exact
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -171,6 +171,8 @@ class CopiedLayer:
         return output if self._limit is None else output.clamp(-self._limit, self._limit)
 
     def _run_low(self, module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+        if not is_kernel_input(x, self.bias):
+            return self.state.run_plain(x)  # type: ignore[no-any-return]
         return run_on_copies(module, x, weight, self.bias_copy, self.state.runtime.device_type)
 
     def _run_int8(self, module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
