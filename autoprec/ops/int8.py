@@ -92,7 +92,7 @@ class _Int8Linear(torch.autograd.Function):
         # saved, not kept: checkpointing and hooks on saved tensors then know of the transposed copy too
         ctx.save_for_backward(x, copy.transposed_values, copy.transposed_scale)
         # kept, not saved: most backwards do not need it, and a step may write it before them as under autocast
-        (ctx.weight,), ctx.version = hidden, hidden[0]._version
+        (ctx.weight,), ctx.version = hidden, _version(*hidden)
         ctx.implementation = implementation
         return int8_matmul(x, copy.values, copy.scale, bias, implementation=implementation)
 
@@ -122,9 +122,13 @@ def _grad_x(ctx: Any, grad: Tensor, values: Tensor | None, scale: Tensor | None)
 
 def _unwritten(ctx: Any) -> Tensor:
     weight: Tensor = ctx.weight
-    if weight._version != ctx.version:
+    if _version(weight) != ctx.version:
         raise RuntimeError(
             "The weight of `int8_linear` has been modified by an inplace operation between its forward and a backward"
             " that needs it. Run the backward before the optimizer's step."
         )
     return weight
+
+
+def _version(weight: Tensor) -> int:
+    return -1 if weight.is_inference() else weight._version
