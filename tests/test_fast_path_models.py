@@ -99,6 +99,29 @@ def test_checkpointed_blocks(use_reentrant: bool, precision: str, policy: Any) -
     assert private.counts["on copies"] >= 3 * 12
 
 
+class CheckpointedAgain(Net):
+    """A whole network in a checkpoint, which does without its copies when it is recomputed."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.does = change
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        loss = loss_of(checkpoint(self.net, batch[0], use_reentrant=False), batch[1])
+        if self.steps > 6 and self.does == "calls":
+            return loss + 0.3 * loss_of(checkpoint(self.net, 2 * batch[0], use_reentrant=False), batch[1])
+        if self.steps > 6:
+            with torch.no_grad():
+                self.net[0].weight.mul_(0.99)
+        return loss
+
+
+@every_format
+@pytest.mark.parametrize("change", ["calls", "writes"])
+def test_recomputations_that_run_otherwise(change: str, policy: str) -> None:
+    assert_private_is_the_same(lambda: CheckpointedAgain(change), policy=policy)
+
+
 class WithTarget(Net):
     """A pass without gradients before the one that counts."""
 

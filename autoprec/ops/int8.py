@@ -89,8 +89,10 @@ class _Int8Linear(torch.autograd.Function):
         implementation: str | None,
     ) -> Tensor:
         assert copy.scale is not None, "an int8 copy has a scale"
-        # saved, not kept: checkpointing and hooks on saved tensors then know of the transposed copy too
-        ctx.save_for_backward(x, copy.transposed_values, copy.transposed_scale)
+        # saved, not kept: checkpointing and hooks on saved tensors then know of the transposed copy too; as many
+        # whether a copy was given or is made in the call, which a recomputation may change
+        transposed = (copy.transposed_values, copy.transposed_scale) if ctx.needs_input_grad[0] else (None, None)
+        ctx.save_for_backward(x, *transposed)
         # kept, not saved: most backwards do not need it, and a step may write it before them as under autocast
         (ctx.weight,), ctx.version = hidden, _version(*hidden)
         ctx.implementation = implementation
