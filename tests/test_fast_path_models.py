@@ -13,11 +13,11 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from autoprec import ScriptedController
 from tests.private_runs import Net, assert_private_is_the_same, convolutions, every_format, loss_of, run
+from tests.wrapped_tensors import Wrapped
 
 # ---- calls ----
 
@@ -214,29 +214,6 @@ def test_a_graph_that_is_kept_over_the_step(policy: str) -> None:
 
     private, _ = assert_private_is_the_same(make, policy=policy)
     assert private.counts["private in low precision"] > 8
-
-
-class Wrapped(Tensor):
-    """A tensor without memory of its own, as those of other libraries."""
-
-    inside: Tensor
-
-    @staticmethod
-    def __new__(cls, inside: Tensor) -> Wrapped:
-        made: Any = Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype)
-        made.inside = inside
-        return made  # type: ignore[no-any-return]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*tree_map(_inside, args), **tree_map(_inside, kwargs or {}))
-        return Wrapped(result) if function is torch.ops.aten.detach.default else result
-
-
-def _inside(value: Any) -> Any:
-    return value.inside if isinstance(value, Wrapped) else value
 
 
 class TakesWrapped(Net):

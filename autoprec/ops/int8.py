@@ -119,7 +119,9 @@ def _grad_x(ctx: Any, grad: Tensor, values: Tensor | None, scale: Tensor | None)
         fresh = _quantised(_unwritten(ctx).t(), False, ctx.implementation)
         values, scale = fresh.values, fresh.scale
     assert scale is not None, "an int8 copy has a scale"
-    return int8_matmul(grad, values, scale, implementation=ctx.implementation)
+    # a tensor of another library may have no memory of its own
+    implementation = ctx.implementation if type(grad) is Tensor else "reference"
+    return int8_matmul(grad, values, scale, implementation=implementation)
 
 
 def _unwritten(ctx: Any) -> Tensor:
