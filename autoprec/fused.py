@@ -24,6 +24,7 @@ from autoprec.ops.prepared import AdamStep, SgdStep
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _PLAIN = {Tensor, nn.Parameter}
+_SHAPE = operator.attrgetter("shape")
 
 Options = dict[str, Any]
 
@@ -32,7 +33,7 @@ class _Prepared(NamedTuple):
     """What a kernel is prepared for: some parameters of a group, their state and their copies."""
 
     keys: list[int]
-    addresses: list[int]
+    layouts: list[Any]
     parameters: list[Tensor]
     states: list[Tensor]
     copies: dict[int, WeightCopy]
@@ -145,15 +146,15 @@ class FusedStep:
         states = self._states(group, members)
         if states is None:
             return None
-        keys, addresses = list(map(id, members)), list(map(Tensor.data_ptr, members))
+        keys, layouts = list(map(id, members)), layouts_of(members)
         known = self._prepared.get(index)
         is_same = known is not None and known.copies is self.copies and known.keys == keys
-        if known is not None and is_same and known.addresses == addresses and _are(known.states, states):
+        if known is not None and is_same and known.layouts == layouts and _are(known.states, states):
             return known
         if not _fit(members, states, torch.float32 if self.moments is None else self.moments.dtype):
             return None
         step = self._prepare_step(members, states, [self.copies.get(key) for key in keys])
-        self._prepared[index] = _Prepared(keys, addresses, members, states, self.copies, step)
+        self._prepared[index] = _Prepared(keys, layouts, members, states, self.copies, step)
         return self._prepared[index]
 
     def _states(self, group: Options, members: Sequence[Tensor]) -> list[Tensor] | None:
@@ -276,6 +277,11 @@ def is_one_block(tensor: Tensor) -> bool:
         or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
         or (tensor.ndim == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d))
     )
+
+
+def layouts_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Where tensors are in memory and how they lie there: what is assigned to ``.data`` may change either alone."""
+    return [*map(Tensor.data_ptr, tensors), *map(Tensor.stride, tensors), *map(_SHAPE, tensors)]
 
 
 def _lies_like(state: Tensor, member: Tensor) -> bool:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from autoprec.ops import global_norm, grad_norms, grad_stats, has_kernel, scale_
 
 _ONE_PASS = {torch.float32, torch.bfloat16, torch.float16}
+# other libraries' tensors may have no memory of their own
+_PLAIN = {Tensor, nn.Parameter}
 _MARGIN = 1e-5  # below the threshold by more than that, clipping changes nothing
 
 
@@ -282,8 +284,11 @@ def _norms(grads: Sequence[Tensor], are_alike: bool) -> tuple[Tensor, float]:
 
 
 def _are_alike(grads: Sequence[Tensor], device: torch.device) -> bool:
-    kinds = {(grad.dtype, grad.device, grad.is_sparse) for grad in grads}
-    return all(dtype in _ONE_PASS and where == device and not is_sparse for dtype, where, is_sparse in kinds)
+    kinds = {(type(grad), grad.dtype, grad.device, grad.is_sparse) for grad in grads}
+    return all(
+        cls in _PLAIN and dtype in _ONE_PASS and where == device and not is_sparse
+        for cls, dtype, where, is_sparse in kinds
+    )
 
 
 def _dense(grad: Tensor) -> Tensor:

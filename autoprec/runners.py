@@ -209,7 +209,7 @@ def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) 
         with torch.autocast(device_type, enabled=False):
             if format_name == "tf32":
                 return Tf32Linear.call(input.float(), module.weight, module.bias)
-            if format_name == "int8" and _is_kernel_input(input, module.weight, module.bias):
+            if format_name == "int8" and is_kernel_input(input, module.weight, module.bias):
                 return int8_linear(input, module.weight, module.bias)
             return low_linear(input, module.weight, module.bias, format_name)
 
@@ -250,7 +250,7 @@ def _note_call(module: nn.Module, asked: str, ran: str) -> None:
         state.unit.ran[asked, ran] += 1
 
 
-def _is_kernel_input(*tensors: Tensor | None) -> bool:
+def is_kernel_input(*tensors: Tensor | None) -> bool:
     """Whether kernels may read the tensors' memory: neither the compiler's stand-ins nor another library's class."""
     return not torch.compiler.is_compiling() and all(type(t) in (Tensor, nn.Parameter, type(None)) for t in tensors)
 

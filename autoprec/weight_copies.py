@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from autoprec.fused import is_one_block
+from autoprec.fused import is_one_block, layouts_of
 from autoprec.gradient_table import is_observed
 from autoprec.layers import ModuleState
 from autoprec.ops import WeightCopy, new_copy, prepare_sgd
-from autoprec.runners import run_on_copies, run_on_int8_copy
+from autoprec.runners import is_kernel_input, run_on_copies, run_on_int8_copy
 from autoprec.units import is_exact
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -41,7 +41,7 @@ class WeightCopies:
         self.pairs = self.parameters, [_handed_out(copy) for copy in self.copies]
         self.is_trusted = False
         self._index = {key: index for index, key in enumerate(self.keys)}
-        self._addresses = list(map(Tensor.data_ptr, self.parameters))
+        self._layouts = layouts_of(self.parameters)
         tensors = [tensor for copy in self.copies for tensor in copy.tensors if tensor is not None]
         self._storages = [tensor.untyped_storage() for tensor in tensors]
         self._owners = self._count_owners()
@@ -51,11 +51,8 @@ class WeightCopies:
 
     @property
     def fit(self) -> bool:
-        """Whether the layers still have these parameters, and their ``.data`` was not replaced by other memory.
-
-        A tensor that was assigned to ``.data`` may lie otherwise in memory.
-        """
-        is_same = self._addresses == list(map(Tensor.data_ptr, self.parameters))
+        """Whether the layers still have these parameters, where and as they lay in memory."""
+        is_same = self._layouts == layouts_of(self.parameters)
         return is_same and all(layer.has_parameters for layer in self._layers) and all(map(_is_free, self.parameters))
 
     @property
@@ -174,6 +171,8 @@ class CopiedLayer:
         return run_on_copies(module, x, weight, self.bias_copy, self.state.runtime.device_type)
 
     def _run_int8(self, module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+        if not is_kernel_input(x, self.bias):
+            return self.state.run_plain(x)  # type: ignore[no-any-return]
         return run_on_int8_copy(module, x, weight, _alias(self.copies[0]), self.state.runtime.device_type)
 
     def _is_as_handed_out(self) -> bool:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import SGD, AdamW, Optimizer
 
+from autoprec import AutoPrecisionConfig
 from tests.private_runs import Make, Net, adamw, assert_private_is_the_same, convolutions, every_format, run
-from tests.small_fits import Plain
+from tests.small_fits import Plain, seed
 
 
 class At(Callback):
@@ -149,6 +150,35 @@ def test_an_int8_weight_that_no_longer_lies_in_rows_runs_as_always() -> None:
     private, _ = assert_private_is_the_same(Net, callbacks=lambda: [At(6, turn)], policy="fixed:int8")
     # two layers from the third step to the sixth, one after that
     assert private.counts["on int8 copies"] == 2 * 4 + 10
+
+
+def square() -> Any:
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+
+
+def turn_in_place(module: Any) -> None:
+    weight = module.net[1].weight
+    weight.data = weight.data.t()
+
+
+def cut_in_place(module: Any) -> None:
+    for parameter in (module.net[1].weight, module.net[1].bias):
+        parameter.data = parameter.data[:8]
+    module.net[2].weight.data = module.net[2].weight.data[:, :8]
+
+
+@pytest.mark.parametrize("policy", ["fixed:fp32", "fixed:bf16", "fixed:int8"])
+@pytest.mark.parametrize(("change", "optimizer"), [(turn_in_place, adamw), (cut_in_place, partial(SGD, lr=0.05))])
+def test_a_weight_that_lies_otherwise_at_the_same_address(change: Any, optimizer: Any, policy: str) -> None:
+    runs = []
+    for fused in (False, True):
+        seed()
+        config = AutoPrecisionConfig(fused_step=fused)
+        runs.append(run(Net(square(), optimizer), policy=policy, callbacks=[At(6, change)], config=config))
+    torchs, private = runs
+    assert private.counts["private"] > 0
+    for mine, theirs in zip(private.module.parameters(), torchs.module.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
 def hook_after_hand_out(module: Any, step: int) -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoprec import ScriptedController
 from tests.private_runs import Net, assert_private_is_the_same, convolutions, every_format, loss_of, run
+from tests.wrapped_tensors import Wrapped
 
 # ---- calls ----
 
@@ -96,6 +97,29 @@ def test_checkpointed_blocks(use_reentrant: bool, precision: str, policy: Any) -
         lambda: Checkpointed(use_reentrant), policy=policy, precision=precision, gradient_clip_val=0.3
     )
     assert private.counts["on copies"] >= 3 * 12
+
+
+class CheckpointedAgain(Net):
+    """A whole network in a checkpoint, which does without its copies when it is recomputed."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.does = change
+
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        loss = loss_of(checkpoint(self.net, batch[0], use_reentrant=False), batch[1])
+        if self.steps > 6 and self.does == "calls":
+            return loss + 0.3 * loss_of(checkpoint(self.net, 2 * batch[0], use_reentrant=False), batch[1])
+        if self.steps > 6:
+            with torch.no_grad():
+                self.net[0].weight.mul_(0.99)
+        return loss
+
+
+@every_format
+@pytest.mark.parametrize("change", ["calls", "writes"])
+def test_recomputations_that_run_otherwise(change: str, policy: str) -> None:
+    assert_private_is_the_same(lambda: CheckpointedAgain(change), policy=policy)
 
 
 class WithTarget(Net):
@@ -190,6 +214,16 @@ def test_a_graph_that_is_kept_over_the_step(policy: str) -> None:
 
     private, _ = assert_private_is_the_same(make, policy=policy)
     assert private.counts["private in low precision"] > 8
+
+
+class TakesWrapped(Net):
+    def loss(self, batch: Sequence[Tensor]) -> Tensor:
+        return super().loss([Wrapped(batch[0].bfloat16()), batch[1]])
+
+
+def test_kernels_leave_tensors_of_other_libraries_alone() -> None:
+    private, _ = assert_private_is_the_same(TakesWrapped, policy="fixed:int8")
+    assert private.counts["on copies"] == 13, "the layer behind"
 
 
 # ---- models ----

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autoprec.gradients import Gradients, ScaleMarks
+from tests.wrapped_tensors import Wrapped
 
 
 def parameters(*grads: Tensor | None) -> list[nn.Parameter]:
@@ -292,3 +293,13 @@ def test_a05_gradients_that_wait_follow_the_scale(moves: tuple[float, float]) ->
     assert marks.take(made, last) == ([], False)
     assert net.weight.grad is not None
     assert torch.equal(net.weight.grad, torch.full((2, 2), 2 * last))
+
+
+def test_gradients_of_other_libraries_are_not_read_by_kernels() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))]
+    grads = [torch.randn_like(parameter) for parameter in parameters]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = Wrapped(grad.clone())
+    found = Gradients(parameters, 0.5)
+    assert found.total == pytest.approx(0.5 * float(torch.cat([grad.flatten() for grad in grads]).norm()))
+    assert found.is_finite

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autoprec import ops
 from tests.kernels import NONFINITE, assert_same_bits, isa, needs_cpu_kernels, threads
+from tests.wrapped_tensors import Wrapped
 
 pytestmark = needs_cpu_kernels
 __all__ = ["isa", "threads"]
@@ -270,3 +271,22 @@ def test_a_weight_without_gradient_and_no_grad() -> None:
         y = ops.int8_linear(torch.randn(2, 6), weight.requires_grad_(), None, copy)
     assert not y.requires_grad
     assert ops.int8_linear(torch.randn(0, 6), weight, None, copy).shape == (0, 5)
+
+
+def test_tensors_of_inference_mode_serve_as_well() -> None:
+    with torch.inference_mode():
+        x, weight = torch.randn(3, 8), torch.randn(5, 8)
+        y = ops.int8_linear(x, weight)
+    assert_same_bits(y.clone(), ops.int8_linear(x.clone(), weight.clone()))
+    leaf = torch.randn(3, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(ops.int8_linear(leaf, weight).float().sum(), leaf)
+    (expected,) = torch.autograd.grad(ops.int8_linear(leaf, weight.clone()).float().sum(), leaf)
+    assert_same_bits(grad, expected)
+
+
+def test_a_gradient_of_another_library_is_not_read_by_kernels() -> None:
+    x, weight = torch.randn(4, 16, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    y, grad = ops.int8_linear(x, weight), torch.randn(4, 8).bfloat16()
+    expected = torch.autograd.grad(y, [x, weight], grad, retain_graph=True)
+    found = torch.autograd.grad(y, [x, weight], Wrapped(grad))
+    assert all(map(torch.equal, found, expected))

@@ -89,10 +89,12 @@ class _Int8Linear(torch.autograd.Function):
         implementation: str | None,
     ) -> Tensor:
         assert copy.scale is not None, "an int8 copy has a scale"
-        # saved, not kept: checkpointing and hooks on saved tensors then know of the transposed copy too
-        ctx.save_for_backward(x, copy.transposed_values, copy.transposed_scale)
+        # saved, not kept: checkpointing and hooks on saved tensors then know of the transposed copy too; as many
+        # whether a copy was given or is made in the call, which a recomputation may change
+        transposed = (copy.transposed_values, copy.transposed_scale) if ctx.needs_input_grad[0] else (None, None)
+        ctx.save_for_backward(x, *transposed)
         # kept, not saved: most backwards do not need it, and a step may write it before them as under autocast
-        (ctx.weight,), ctx.version = hidden, hidden[0]._version
+        (ctx.weight,), ctx.version = hidden, _version(*hidden)
         ctx.implementation = implementation
         return int8_matmul(x, copy.values, copy.scale, bias, implementation=implementation)
 
@@ -117,14 +119,20 @@ def _grad_x(ctx: Any, grad: Tensor, values: Tensor | None, scale: Tensor | None)
         fresh = _quantised(_unwritten(ctx).t(), False, ctx.implementation)
         values, scale = fresh.values, fresh.scale
     assert scale is not None, "an int8 copy has a scale"
-    return int8_matmul(grad, values, scale, implementation=ctx.implementation)
+    # a tensor of another library may have no memory of its own
+    implementation = ctx.implementation if type(grad) is Tensor else "reference"
+    return int8_matmul(grad, values, scale, implementation=implementation)
 
 
 def _unwritten(ctx: Any) -> Tensor:
     weight: Tensor = ctx.weight
-    if weight._version != ctx.version:
+    if _version(weight) != ctx.version:
         raise RuntimeError(
             "The weight of `int8_linear` has been modified by an inplace operation between its forward and a backward"
             " that needs it. Run the backward before the optimizer's step."
         )
     return weight
+
+
+def _version(weight: Tensor) -> int:
+    return -1 if weight.is_inference() else weight._version
