@@ -201,7 +201,7 @@ def _quantised_runner(cls: type, kind: str, format_name: str, device_type: str) 
 
     def run_linear(module: nn.Linear, input: Tensor) -> Tensor:
         set_ambient(device_type, dtype)
-        if is_functorch_active():
+        if is_functorch_active() or input.is_nested:  # neither has the operations of a quantised layer
             _note_call(module, format_name, fallback)
             output: Tensor = base_forward(module, input)
             return output

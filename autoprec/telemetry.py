@@ -85,6 +85,8 @@ class Telemetry:
             What was kept, ``[]``, float32.
         """
         loss = loss.detach()
+        if type(loss) is not Tensor:  # of another library, which may keep its numbers elsewhere
+            loss = torch.tensor(float(loss.float().mean()))
         is_scalar = loss.ndim == 0 and loss.dtype is torch.float32
         kept = loss if is_scalar else loss.float().mean()
         self._pending_losses.append(kept)

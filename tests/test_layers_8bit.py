@@ -246,6 +246,20 @@ def test_torch_func_works_inside_a_step(name: str) -> None:
         assert float(difference.norm()) < 0.2 * float(value.detach().norm())
 
 
+@pytest.mark.parametrize("name", ["tf32", "fp8", "int8"])
+def test_nested_inputs_run_in_the_compute_dtype(name: str) -> None:
+    layer, rows = nn.Linear(16, 16), [torch.randn(3, 16), torch.randn(13, 16)]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    with steered(nn.Sequential(layer), name):
+        output = layer(x)
+        dense = layer(torch.cat(rows))
+    assert output.is_nested
+    assert output.dtype is dense.dtype
+    assert torch.allclose(output.values().float(), dense.float(), atol=0.2)
+    output.values().float().sum().backward()
+    assert layer.weight.grad is not None
+
+
 def test_fp8_fit_of_two_layers_matches_torchaos_converted_model() -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -18,6 +18,7 @@ from autoprec.layers import Record
 from autoprec.telemetry import WINDOW, Telemetry
 from autoprec.units import find_units
 from tests.steered import steered
+from tests.wrapped_tensors import Wrapped
 
 
 def made(*sizes: int) -> tuple[nn.Sequential, Telemetry]:
@@ -64,6 +65,15 @@ def test_losses_wait_on_the_device_and_keep_no_graph() -> None:
     telemetry.flush()
     telemetry.flush()
     assert list(telemetry.losses) == [6.0, 1.5]
+
+
+def test_a_loss_of_another_library_is_read_at_once() -> None:
+    _, telemetry = made(2)
+    for loss in (torch.tensor(3.0), torch.tensor([1.0, 2.0]).bfloat16()):
+        telemetry.note_loss(Wrapped(loss))
+    assert {type(loss) for loss in telemetry._pending_losses} == {Tensor}
+    telemetry.flush()
+    assert list(telemetry.losses) == [3.0, 1.5]
 
 
 def test_windows_roll() -> None:
