@@ -262,3 +262,12 @@ def test_verdicts(low: float, high: float, expected: str) -> None:
 def test_values_without_partner_are_refused(left: list[float], right: list[float]) -> None:
     with pytest.raises(ValueError, match="one of each for every pair"):
         paired_difference(left, right)
+
+
+def test_documented_verdicts_are_those_of_the_last_study() -> None:
+    summary = json.loads(convergence.SUMMARY.read_text())
+    text = (convergence.ROOT / "docs" / "benchmarks.md").read_text()
+    assert set(summary["tasks"]) == set(TASKS)
+    for name, found in summary["tasks"].items():
+        assert found["seeds"] == convergence.SEEDS
+        assert f"    {convergence.verdict_line(name, found)}\n" in text
