@@ -25,6 +25,7 @@ pytest.importorskip("rich")
 
 from benchmarks import convergence, convergence_runs
 from benchmarks.convergence_runs import ARMS, TASKS, StudyCNN, StudyGPT, Task, decayed, run
+from benchmarks.store import ROOT
 from benchmarks.verdicts import Difference, paired_difference, verdict
 
 STEPS = 4
@@ -266,7 +267,7 @@ def test_values_without_partner_are_refused(left: list[float], right: list[float
 
 def test_documented_verdicts_are_those_of_the_last_study() -> None:
     summary = json.loads(convergence.SUMMARY.read_text())
-    text = (convergence.ROOT / "docs" / "benchmarks.md").read_text()
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
     assert set(summary["tasks"]) == set(TASKS)
     for name, found in summary["tasks"].items():
         assert found["seeds"] == convergence.SEEDS
