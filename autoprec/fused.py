@@ -79,13 +79,9 @@ class FusedStep:
         own = optimizer._init_group  # type: ignore[attr-defined]
 
         def collect(group: Options, *lists: list[Tensor]) -> bool:
-            is_special: bool
-            if self._plan is None:
-                is_special = own(group, *lists)
-                return is_special
-            if self._take(group, own, len(lists)):
+            if self._plan is not None and self._take(group, own, len(lists)):
                 return False  # torch's loop finds nothing to do
-            is_special = own(group, *lists)
+            is_special: bool = own(group, *lists)
             return is_special
 
         optimizer._init_group = collect  # type: ignore[attr-defined]
