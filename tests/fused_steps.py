@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,3 +45,15 @@ def take(fused: FusedStep, optimizer: Optimizer, closure: Callable[[], Any] | No
     with fused.standing_in():
         optimizer.step(planning)
     return planned[-1]
+
+
+def copied(optimizer: Optimizer, way: str) -> Any:
+    """A copy by ``"deepcopy"``, ``"pickle"`` or ``"torch.save"``."""
+    if way == "deepcopy":
+        return copy.deepcopy(optimizer)
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(optimizer))
+    buffer = io.BytesIO()
+    torch.save(optimizer, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)

@@ -6,8 +6,6 @@ Time budget: 15 s.
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,7 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from autoprec.fused import FusedStep, is_fusible
-from tests.fused_steps import give_gradients, parameters, take
+from tests.fused_steps import copied, give_gradients, parameters, take
 
 Make = Callable[..., Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -573,19 +571,9 @@ def test_an_optimizer_is_copied_in_mid_run_and_even_in_its_closure(way: str) -> 
     give_gradients(params, 0)
     take(fused, optimizer)
 
-    def copied() -> Any:
-        if way == "deepcopy":
-            return copy.deepcopy(optimizer)
-        if way == "pickle":
-            return pickle.loads(pickle.dumps(optimizer))
-        buffer = io.BytesIO()
-        torch.save(optimizer, buffer)
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=False)
-
     copies: list[Any] = []
     give_gradients(params, 1)
-    assert take(fused, optimizer, lambda: copies.append(copied()))
+    assert take(fused, optimizer, lambda: copies.append(copied(optimizer, way)))
     (other,) = copies
     assert "_init_group" not in vars(other)
     others = other.param_groups[0]["params"]

@@ -6,8 +6,6 @@ Time budget: 40 s.
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,7 +27,7 @@ from autoprec.ops.prepared import AdamStep
 from autoprec.ops.reference_random import random_words, round_stochastic
 from autoprec.ops.reference_steps import stream_starts
 from autoprec.summary import summarize
-from tests.fused_steps import give_gradients, parameters, take
+from tests.fused_steps import copied, give_gradients, parameters, take
 from tests.kernels import assert_same_bits, every_pattern, needs_cpu_kernels
 from tests.private_runs import Changing, assert_private_is_the_same, assert_same_runs, run
 from tests.resumed import TOTAL, Net, Setup, assert_resumes, assert_same_end
@@ -383,17 +381,6 @@ def test_loading_in_mid_run_goes_on_with_what_was_loaded() -> None:
         assert dtypes(optimizer) == {torch.bfloat16}
         runs.append(optimizer)
     assert_same_optimizers(*runs)
-
-
-def copied(optimizer: Optimizer, way: str) -> Any:
-    if way == "deepcopy":
-        return copy.deepcopy(optimizer)
-    if way == "pickle":
-        return pickle.loads(pickle.dumps(optimizer))
-    buffer = io.BytesIO()
-    torch.save(optimizer, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
