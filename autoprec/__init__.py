@@ -5,7 +5,16 @@ Public names live here; everything else may change. Start at ``AutoPrecisionCall
 
 from autoprec.action import Action
 from autoprec.callback import AutoPrecisionCallback
-from autoprec.config import RECIPES, AutoPrecisionConfig, ClipConfig, GuardConfig, LossScaleConfig, recipe
+from autoprec.config import (
+    RECIPES,
+    AutoPrecisionConfig,
+    BatchConfig,
+    ClipConfig,
+    GuardConfig,
+    LossScaleConfig,
+    RollbackConfig,
+    recipe,
+)
 from autoprec.controller import Controller, FixedController, MapController, ScriptedController, load_map
 from autoprec.formats import FORMATS, NumberFormat, get_format
 from autoprec.guard import NonFiniteTrainingError
@@ -24,6 +33,7 @@ __all__ = [
     "AutoPrecisionCallback",
     "AutoPrecisionConfig",
     "AutoPrecisionStrategy",
+    "BatchConfig",
     "ClipConfig",
     "Controller",
     "Decision",
@@ -34,6 +44,7 @@ __all__ = [
     "MapController",
     "NonFiniteTrainingError",
     "NumberFormat",
+    "RollbackConfig",
     "RuleController",
     "ScriptedController",
     "__version__",

@@ -7,61 +7,11 @@ values that a run changes while it trains.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
-
+from autoprec.config_checks import check_int, check_name, check_real, check_type
 from autoprec.formats import get_format, nearest
-
-
-def _check_type(config: object, name: str, expected: type | tuple[type, ...]) -> None:
-    value = getattr(config, name)
-    kinds = expected if isinstance(expected, tuple) else (expected,)
-    # bool is an int to Python, but `growth_interval=True` is a slip
-    if isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)):
-        return
-    raise TypeError(
-        f"Passed `{type(config).__qualname__}({name}={value!r})` with type `{type(value).__qualname__}`."
-        f" `{name}` must be of type {' or '.join(f'`{kind.__qualname__}`' for kind in kinds)}."
-    )
-
-
-def _check_real(config: object, name: str, is_legal: Callable[[float], bool], allowed: str) -> None:
-    _make_plain(config, name)
-    _check_type(config, name, (float, int))
-    _check_range(config, name, is_legal, allowed)
-
-
-def _make_plain(config: object, name: str) -> None:
-    """Turns a number of numpy's into one of Python's, which a checkpoint may hold."""
-    value = getattr(config, name)
-    if isinstance(value, np.generic):
-        object.__setattr__(config, name, value.item())
-
-
-def _check_int(config: object, name: str, *, minimum: int) -> None:
-    _make_plain(config, name)
-    _check_type(config, name, int)
-    _check_range(config, name, lambda value: value >= minimum, f"an int >= {minimum}")
-
-
-def _check_range(config: object, name: str, is_legal: Callable[[Any], bool], allowed: str) -> None:
-    value = getattr(config, name)
-    if not is_legal(value):
-        raise ValueError(f"Passed `{type(config).__qualname__}({name}={value!r})`. `{name}` must be {allowed}.")
-
-
-def _check_name(config: object, name: str, allowed: tuple[str, ...]) -> None:
-    value = getattr(config, name)
-    if value in allowed:
-        return
-    *others, last = map(repr, allowed)
-    raise ValueError(
-        f"Passed `{type(config).__qualname__}({name}={value!r})`. `{name}` must be {', '.join(others)} or {last}."
-        f"{nearest(value, allowed)}"
-    )
 
 
 def _check_formats(formats: tuple[str, ...] | None) -> None:
@@ -103,12 +53,12 @@ class LossScaleConfig:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        _check_real(self, "floor", lambda v: 0.0 < v < math.inf, "a finite float > 0")
-        _check_real(self, "cap", lambda v: self.floor <= v <= 2.0**126, f"a float >= `floor` ({self.floor}), <= 2**126")
-        _check_real(self, "init_scale", lambda v: self.floor <= v <= self.cap, f"a float in [{self.floor}, {self.cap}]")
-        _check_real(self, "growth_factor", lambda v: 1.0 < v < math.inf, "a finite float > 1")
-        _check_real(self, "backoff_factor", lambda v: 0.0 < v < 1.0, "a float in (0, 1)")
-        _check_int(self, "growth_interval", minimum=1)
+        check_real(self, "floor", lambda v: 0.0 < v < math.inf, "a finite float > 0")
+        check_real(self, "cap", lambda v: self.floor <= v <= 2.0**126, f"a float >= `floor` ({self.floor}), <= 2**126")
+        check_real(self, "init_scale", lambda v: self.floor <= v <= self.cap, f"a float in [{self.floor}, {self.cap}]")
+        check_real(self, "growth_factor", lambda v: 1.0 < v < math.inf, "a finite float > 1")
+        check_real(self, "backoff_factor", lambda v: 0.0 < v < 1.0, "a float in (0, 1)")
+        check_int(self, "growth_interval", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +80,10 @@ class ClipConfig:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        _check_real(self, "floor", lambda v: 0.0 < v < math.inf, "a finite float > 0")
-        _check_real(self, "multiplier", lambda v: v >= self.floor, f"a float >= `floor` ({self.floor}), inf for off")
-        _check_int(self, "window", minimum=1)
-        _check_int(self, "min_norms", minimum=1)
+        check_real(self, "floor", lambda v: 0.0 < v < math.inf, "a finite float > 0")
+        check_real(self, "multiplier", lambda v: v >= self.floor, f"a float >= `floor` ({self.floor}), inf for off")
+        check_int(self, "window", minimum=1)
+        check_int(self, "min_norms", minimum=1)
         if self.min_norms > self.window:
             raise ValueError(
                 f"Passed `ClipConfig(min_norms={self.min_norms!r}, window={self.window!r})`."
@@ -158,9 +108,82 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        _check_int(self, "max_consecutive_skips", minimum=1)
-        _check_int(self, "hold", minimum=0)
-        _check_real(self, "underflow_fraction", lambda v: 0.0 < v <= 1.0, "a float in (0, 1]")
+        check_int(self, "max_consecutive_skips", minimum=1)
+        check_int(self, "hold", minimum=0)
+        check_real(self, "underflow_fraction", lambda v: 0.0 < v <= 1.0, "a float in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Bounds of the batch size and of accumulation, and what the learning rate does when the effective batch changes.
+
+    The effective batch is the loader's batch size times the micro-batches of a step. *k* is the effective batch in
+    units of the one that the run began with.
+
+    Args:
+        min_size: Smallest batch size per rank.
+        max_size: Largest batch size per rank. ``None`` for the size of the data set.
+        max_accumulate: Most micro-batches per optimizer step. ``None`` for those of an epoch.
+        learning_rate: ``"none"`` leaves it to the user. ``"sqrt"`` multiplies it by the root of k, ``"linear"`` by k
+            (Goyal et al. 2017), ``"adascale"`` by the gain that the measured gradient-noise scale allows, between 1 and
+            k (Johnson et al. 2020), ``"sde"`` by the root of k together with Adam's betas and epsilon (Malladi et al.
+            2022). The factor acts inside the optimizer's step only: schedules and checkpoints keep the user's value.
+    """
+
+    min_size: int = 1
+    max_size: int | None = None
+    max_accumulate: int | None = None
+    learning_rate: Literal["none", "sqrt", "linear", "adascale", "sde"] = "none"
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        check_int(self, "min_size", minimum=1)
+        if self.max_size is not None:
+            check_int(self, "max_size", minimum=self.min_size)
+        if self.max_accumulate is not None:
+            check_int(self, "max_accumulate", minimum=1)
+        check_name(self, "learning_rate", ("adascale", "linear", "none", "sde", "sqrt"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollbackConfig:
+    """The last level of the guard: going back to a copy of the run in host memory.
+
+    Args:
+        keep: Copies that are kept, the oldest goes first. 0 turns rollback off.
+        every: Applied steps between copies.
+        max_bytes: Most memory for all copies together. ``None`` for a quarter of what is free when training begins.
+        compress: Whether copies are compressed with zstandard, in a thread of their own.
+        max_rollbacks: Rollbacks before training stops.
+        quarantine: Applied steps after a rollback in which everything stays in fp32.
+        learning_rate_factor: Factor on the learning rate from a rollback on, once for each.
+        loss_spreads: A loss counts as too high when it is so many robust spreads above the running median. ``inf``
+            leaves high losses alone.
+        patience: Windows in a row with too high a loss before the run goes back.
+    """
+
+    keep: int = 1
+    every: int = 200
+    max_bytes: int | None = None
+    compress: bool = False
+    max_rollbacks: int = 3
+    quarantine: int = 200
+    learning_rate_factor: float = 1.0
+    loss_spreads: float = 20.0
+    patience: int = 50
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        check_int(self, "keep", minimum=0)
+        check_int(self, "every", minimum=1)
+        if self.max_bytes is not None:
+            check_int(self, "max_bytes", minimum=0)
+        check_type(self, "compress", bool)
+        check_int(self, "max_rollbacks", minimum=1)
+        check_int(self, "quarantine", minimum=0)
+        check_real(self, "learning_rate_factor", lambda v: 0.0 < v <= 1.0, "a float in (0, 1]")
+        check_real(self, "loss_spreads", lambda v: v > 0.0, "a float > 0, inf to leave high losses alone")
+        check_int(self, "patience", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +215,10 @@ class AutoPrecisionConfig:
         loss_scale: How the loss scale moves.
         clip: How the clip threshold moves.
         guard: When the guard steps in.
+        batch: Bounds of the batch size, and what the learning rate does when it changes.
+        rollback: Copies of the run in host memory, and when it goes back to one.
+        decision_timeout_s: Seconds that a controller of the user's may take for an answer. A slower one is abandoned
+            and the run goes on without it.
     """
 
     formats: tuple[str, ...] | None = None
@@ -206,22 +233,28 @@ class AutoPrecisionConfig:
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    rollback: RollbackConfig = field(default_factory=RollbackConfig)
+    decision_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         """Validates the fields."""
         _check_formats(self.formats)
-        _check_name(self, "granularity", ("block", "layer"))
+        check_name(self, "granularity", ("block", "layer"))
         if self.clamp_output is not None:
-            _check_real(self, "clamp_output", lambda v: 0.0 < v < math.inf, "None or a finite float > 0")
-        _check_real(self, "stable_cv", lambda v: v >= 0.0, "a float >= 0")
-        _check_real(self, "headroom_bits", lambda v: 0.0 <= v < math.inf, "a finite float >= 0")
-        _check_type(self, "hold_schedules", bool)
-        _check_type(self, "fused_step", bool)
-        _check_name(self, "second_moment", ("bf16", "fp16", "fp32"))
-        _check_int(self, "second_moment_after", minimum=0)
-        _check_type(self, "loss_scale", LossScaleConfig)
-        _check_type(self, "clip", ClipConfig)
-        _check_type(self, "guard", GuardConfig)
+            check_real(self, "clamp_output", lambda v: 0.0 < v < math.inf, "None or a finite float > 0")
+        check_real(self, "stable_cv", lambda v: v >= 0.0, "a float >= 0")
+        check_real(self, "headroom_bits", lambda v: 0.0 <= v < math.inf, "a finite float >= 0")
+        check_type(self, "hold_schedules", bool)
+        check_type(self, "fused_step", bool)
+        check_name(self, "second_moment", ("bf16", "fp16", "fp32"))
+        check_int(self, "second_moment_after", minimum=0)
+        check_type(self, "loss_scale", LossScaleConfig)
+        check_type(self, "clip", ClipConfig)
+        check_type(self, "guard", GuardConfig)
+        check_type(self, "batch", BatchConfig)
+        check_type(self, "rollback", RollbackConfig)
+        check_real(self, "decision_timeout_s", lambda v: v > 0.0, "a float > 0, inf for no limit")
 
 
 RECIPES: dict[str, AutoPrecisionConfig] = {

@@ -13,7 +13,16 @@ from typing import Any
 import jsonargparse
 import pytest
 
-from autoprec.config import RECIPES, AutoPrecisionConfig, ClipConfig, GuardConfig, LossScaleConfig, recipe
+from autoprec.config import (
+    RECIPES,
+    AutoPrecisionConfig,
+    BatchConfig,
+    ClipConfig,
+    GuardConfig,
+    LossScaleConfig,
+    RollbackConfig,
+    recipe,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +44,19 @@ from autoprec.config import RECIPES, AutoPrecisionConfig, ClipConfig, GuardConfi
         (ClipConfig, "floor", -1.0),
         (ClipConfig, "window", 0),
         (ClipConfig, "min_norms", 0),
+        (BatchConfig, "min_size", 0),
+        (BatchConfig, "max_size", 0),
+        (BatchConfig, "max_accumulate", 0),
+        (BatchConfig, "learning_rate", "cubic"),
+        (RollbackConfig, "keep", -1),
+        (RollbackConfig, "every", 0),
+        (RollbackConfig, "max_bytes", -1),
+        (RollbackConfig, "max_rollbacks", 0),
+        (RollbackConfig, "quarantine", -1),
+        (RollbackConfig, "learning_rate_factor", 1.5),
+        (RollbackConfig, "loss_spreads", 0.0),
+        (RollbackConfig, "patience", 0),
+        (AutoPrecisionConfig, "decision_timeout_s", 0.0),
         (GuardConfig, "max_consecutive_skips", 0),
         (GuardConfig, "hold", -1),
         (GuardConfig, "underflow_fraction", 0.0),
