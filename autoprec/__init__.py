@@ -13,6 +13,7 @@ from autoprec.config import (
     GuardConfig,
     LossScaleConfig,
     RollbackConfig,
+    RuleConfig,
     recipe,
 )
 from autoprec.controller import Controller, FixedController, MapController, ScriptedController, load_map
@@ -45,6 +46,7 @@ __all__ = [
     "NonFiniteTrainingError",
     "NumberFormat",
     "RollbackConfig",
+    "RuleConfig",
     "RuleController",
     "ScriptedController",
     "__version__",

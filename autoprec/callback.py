@@ -201,6 +201,8 @@ class AutoPrecisionCallback(Callback):
         if self._saved_controller is not None:
             self._asking.load(self._saved_controller)
         is_new = steering.window == 0 and self._next_script == 0
+        if is_new and self.controller.looks and (below := steering.knobs.unit_formats.below_their_tier()):
+            steering.apply(Action(precision=below), "no layer begins below its tier")
         if is_new or self._has_new_policy:
             self._apply(Answer(self._asking.first_map()), f"first map of policy {self.controller.name!r}")
             steering.requests.warn_of_unknown_names()

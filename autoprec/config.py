@@ -7,6 +7,7 @@ values that a run changes while it trains.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +30,18 @@ def _check_formats(formats: tuple[str, ...] | None) -> None:
             f"Passed `AutoPrecisionConfig(formats={formats!r})`."
             " `formats` must hold at least one name and none twice. Use None for what the device runs natively."
         )
+
+
+def _check_tiers(tiers: Mapping[str, str] | None) -> None:
+    if tiers is None:
+        return
+    if not isinstance(tiers, Mapping) or not all(isinstance(key, str) for key in tiers):
+        raise TypeError(
+            f"Passed `AutoPrecisionConfig(tiers={tiers!r})`. `tiers` must be a mapping from kinds of layer or patterns"
+            " of unit names to format names, or None."
+        )
+    for name in tiers.values():
+        get_format(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +127,43 @@ class GuardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RuleConfig:
+    """When the rule moves what.
+
+    Args:
+        stable_cv: Relative spread of a unit's gradient norm around its drift, below which its gradients count as
+            stable.
+        headroom_bits: Bits between a unit's amax and the largest value of a format before it is lowered to there.
+        warmup_steps: Applied steps before anything is lowered. With more than 0 the run begins in fp32, whatever the
+            Trainer's precision.
+        settled_cv: Warm-up ends earlier, once the global gradient norm spreads less than this around its mean. 0 for
+            never.
+        stages: Decisions over which lowering spreads from both ends of the model inwards. 1 for all layers at once.
+        accuracy_weight_start: Weight of accuracy against speed when the run begins: ``headroom_bits`` is multiplied by
+            it, ``stable_cv`` and the bounds on underflow are divided by it.
+        accuracy_weight_end: The same when the run ends; in between it moves with the share of the run that is over.
+    """
+
+    stable_cv: float = 1.0
+    headroom_bits: float = 2.0
+    warmup_steps: int = 0
+    settled_cv: float = 0.0
+    stages: int = 1
+    accuracy_weight_start: float = 1.0
+    accuracy_weight_end: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        check_real(self, "stable_cv", lambda v: v >= 0.0, "a float >= 0")
+        check_real(self, "headroom_bits", lambda v: 0.0 <= v < math.inf, "a finite float >= 0")
+        check_int(self, "warmup_steps", minimum=0)
+        check_real(self, "settled_cv", lambda v: v >= 0.0, "a float >= 0")
+        check_int(self, "stages", minimum=1)
+        check_real(self, "accuracy_weight_start", lambda v: 0.0 < v < math.inf, "a finite float > 0")
+        check_real(self, "accuracy_weight_end", lambda v: 0.0 < v < math.inf, "a finite float > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """Bounds of the batch size and of accumulation, and what the learning rate does when the effective batch changes.
 
@@ -196,13 +246,14 @@ class AutoPrecisionConfig:
             offered only where they are native and a layer is large enough for them to save time: int8 on a CPU from
             64 x 512 x 512 or 256 x 256 x 256 on (rows, inputs, outputs; both widths at least 256), fp8 on CUDA from
             4096 x 8192 x 16384 on. Requests, scripts, maps and ``fixed:`` policies may name any format at any size.
+        tiers: Narrowest format that policies may choose, by kind of layer (``"linear"``, ``"conv"``, ``"embedding"``,
+            ``"rnn"``, ``"attention"``, ``"other"``) or fnmatch pattern of unit names. The first pattern that fits goes
+            before the kind. A run begins with no layer below its tier. Requests, scripts, maps and ``fixed:`` policies
+            are not bound.
         granularity: ``"layer"`` decides for each layer, ``"block"`` for each repeated block.
         clamp_output: Largest absolute value that a unit may put out in fp16, fp8 or int8. ``None`` does not clamp.
         hold_schedules: Whether a skipped step leaves the learning-rate schedules of kind "step" where they are.
             ``False`` follows Lightning, which moves them on.
-        stable_cv: Relative spread of a unit's gradient norm around its drift, below which the rule calls its gradients
-            stable.
-        headroom_bits: Bits between a unit's amax and the largest value of a format before the rule lowers it to there.
         fused_step: Whether kernels take the steps of torch's SGD, Adam and AdamW while precision is steered, and keep
             low-precision copies of weights. ``False`` leaves every step to the optimizer's own code, and every gradient
             in ``.grad``.
@@ -215,6 +266,7 @@ class AutoPrecisionConfig:
         loss_scale: How the loss scale moves.
         clip: How the clip threshold moves.
         guard: When the guard steps in.
+        rule: When the rule moves what.
         batch: Bounds of the batch size, and what the learning rate does when it changes.
         rollback: Copies of the run in host memory, and when it goes back to one.
         decision_timeout_s: Seconds that a controller of the user's may take for an answer. A slower one is abandoned
@@ -222,17 +274,17 @@ class AutoPrecisionConfig:
     """
 
     formats: tuple[str, ...] | None = None
+    tiers: Mapping[str, str] | None = None
     granularity: Literal["layer", "block"] = "layer"
     clamp_output: float | None = None
     hold_schedules: bool = True
-    stable_cv: float = 1.0
-    headroom_bits: float = 2.0
     fused_step: bool = True
     second_moment: Literal["fp32", "bf16", "fp16"] = "fp32"
     second_moment_after: int = 0
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     clip: ClipConfig = field(default_factory=ClipConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    rule: RuleConfig = field(default_factory=RuleConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     rollback: RollbackConfig = field(default_factory=RollbackConfig)
     decision_timeout_s: float = 60.0
@@ -240,11 +292,10 @@ class AutoPrecisionConfig:
     def __post_init__(self) -> None:
         """Validates the fields."""
         _check_formats(self.formats)
+        _check_tiers(self.tiers)
         check_name(self, "granularity", ("block", "layer"))
         if self.clamp_output is not None:
             check_real(self, "clamp_output", lambda v: 0.0 < v < math.inf, "None or a finite float > 0")
-        check_real(self, "stable_cv", lambda v: v >= 0.0, "a float >= 0")
-        check_real(self, "headroom_bits", lambda v: 0.0 <= v < math.inf, "a finite float >= 0")
         check_type(self, "hold_schedules", bool)
         check_type(self, "fused_step", bool)
         check_name(self, "second_moment", ("bf16", "fp16", "fp32"))
@@ -252,6 +303,7 @@ class AutoPrecisionConfig:
         check_type(self, "loss_scale", LossScaleConfig)
         check_type(self, "clip", ClipConfig)
         check_type(self, "guard", GuardConfig)
+        check_type(self, "rule", RuleConfig)
         check_type(self, "batch", BatchConfig)
         check_type(self, "rollback", RollbackConfig)
         check_real(self, "decision_timeout_s", lambda v: v > 0.0, "a float > 0, inf for no limit")
@@ -259,14 +311,24 @@ class AutoPrecisionConfig:
 
 RECIPES: dict[str, AutoPrecisionConfig] = {
     "default": AutoPrecisionConfig(),
-    "cautious": AutoPrecisionConfig(stable_cv=0.5, headroom_bits=4.0, guard=GuardConfig(hold=1000)),
-    "eager": AutoPrecisionConfig(stable_cv=2.0, headroom_bits=1.0, guard=GuardConfig(hold=100)),
+    "cautious": AutoPrecisionConfig(rule=RuleConfig(stable_cv=0.5, headroom_bits=4.0), guard=GuardConfig(hold=1000)),
+    "eager": AutoPrecisionConfig(rule=RuleConfig(stable_cv=2.0, headroom_bits=1.0), guard=GuardConfig(hold=100)),
+    # fp32 until the gradients have settled, then from the ends of the model inwards
+    "staged": AutoPrecisionConfig(rule=RuleConfig(warmup_steps=500, settled_cv=0.25, stages=3)),
+    # scores of attention overflow first; tables are read, not multiplied
+    "tiers": AutoPrecisionConfig(
+        formats=("fp32", "bf16", "int8"),
+        tiers={"*attn*": "fp32", "attention": "fp32", "linear": "bf16", "conv": "bf16", "embedding": "int8"},
+    ),
+    # wide formats towards the end, when small errors decide
+    "annealed": AutoPrecisionConfig(rule=RuleConfig(accuracy_weight_start=0.5, accuracy_weight_end=2.0)),
     # no fp16 means no loss scale and no range to watch
     "bf16": AutoPrecisionConfig(formats=("fp32", "bf16")),
     # GradScaler's interval of 2000 never comes round in a run of a few thousand steps
     "short": AutoPrecisionConfig(loss_scale=LossScaleConfig(growth_interval=100), guard=GuardConfig(hold=50)),
 }
-"""Named settings: the defaults, two degrees of daring, a choice without fp16, and one for runs of a few epochs."""
+"""Named settings: the defaults, two degrees of daring, three ways to go down in stages, a choice without fp16, and one
+for runs of a few epochs."""
 
 
 def recipe(name: str) -> AutoPrecisionConfig:

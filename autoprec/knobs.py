@@ -66,7 +66,7 @@ class Knobs:
         self.history = history
         self.guard = Guard(config.guard, config.clip)
         self.threshold = ClipThreshold(config.clip, base.clip, base.clip is None and "clip" not in masked, history)
-        self.unit_formats = UnitFormats(units, base, config.formats, is_masked="precision" in masked)
+        self.unit_formats = UnitFormats(units, base, config.formats, "precision" in masked, config.tiers)
         self.units = self.unit_formats.units
         self.restrictions: dict[str, str] = {}
         if "precision" not in self.masked:

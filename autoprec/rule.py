@@ -29,6 +29,8 @@ class RuleController(Controller):
     A unit is **lowered** by one format when all of this holds:
 
     - it may be: a lower legal format exists and the guard does not hold it;
+    - warm-up is over: ``warmup_steps`` steps were applied, or the global gradient norm has settled;
+    - its turn has come, where lowering spreads over several ``stages``, from both ends of the model inwards;
     - nothing went wrong in the window: no overflow, no non-finite value;
     - its gradients are stable: at least 8 norms are known and their relative spread around a steady rise or
       fall is below ``stable_cv``;
@@ -44,6 +46,10 @@ class RuleController(Controller):
     within another window of the present drift, or when more than ``guard.underflow_fraction`` of its gradient
     underflows. A non-finite gradient alone raises nothing: most often the loss scale was too high, which corrects
     itself, and the guard deals with what remains.
+
+    **Weight of accuracy.** ``headroom_bits`` is multiplied by it, ``stable_cv`` and the bounds on underflow are divided
+    by it. It moves from ``accuracy_weight_start`` to ``accuracy_weight_end`` with the share of the run that is over,
+    where that is known.
 
     **Hysteresis.** The bounds for lowering are stricter than those for raising. A unit that the rule has raised stays
     for ``guard.hold`` applied steps, and twice as long after each further raise, up to 64 times.
@@ -67,8 +73,14 @@ class RuleController(Controller):
     def __init__(self, config: AutoPrecisionConfig | None = None) -> None:
         self.config = config if config is not None else AutoPrecisionConfig()
         self._names: tuple[str, ...] = ()
-        self._raises: dict[str, int] = {}
         self._reasons: dict[str, str] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._raises: dict[str, int] = {}
+        self._is_warm = self.config.rule.warmup_steps == 0
+        self._stage = 0
+        self._weight = self.config.rule.accuracy_weight_start
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:
         """Forgets what it raised in an earlier run.
@@ -78,8 +90,12 @@ class RuleController(Controller):
             legal: Not used, the observation says which moves there are.
         """
         self._names = tuple(names)
-        self._raises = {}
         self._reasons = {}
+        self._begin()
+
+    def initial_map(self) -> Mapping[str, str] | None:
+        """Returns fp32 for all units if there is a warm-up, else ``None``."""
+        return {"*": "fp32"} if self.config.rule.warmup_steps else None
 
     def decide(self, observation: Observation) -> NDArray[np.int64]:
         """Returns one move per row.
@@ -91,8 +107,9 @@ class RuleController(Controller):
         is_unit = feature(observation, "knob_precision") == 1
         units = observation[is_unit]
         names = self._names if len(self._names) == len(units) else tuple(map(str, range(len(units))))
+        self._weight = self._accuracy_weight(observation)
         raised = self._should_raise(units)
-        lowered = self._should_lower(units) & self._has_waited(units, names) & ~raised
+        lowered = self._should_lower(units) & self._has_waited(units, names) & ~raised & self._has_its_turn(observation)
         for name in np.asarray(names, dtype=object)[raised]:
             self._raises[name] = self._raises.get(name, 0) + 1
         self._reasons = {
@@ -114,7 +131,7 @@ class RuleController(Controller):
     def _why_raised(self, row: Observation) -> str:
         if feature(row, "overflows") > 0:
             return "its output overflowed"
-        underflow, limit = float(feature(row, "underflow")), self.config.guard.underflow_fraction
+        underflow, limit = float(feature(row, "underflow")), self._underflow_limit
         if underflow > limit:
             return f"{underflow:.0%} of its gradient underflows (limit {limit:.0%})"
         return "its outputs will leave the range of the format within a window"
@@ -126,15 +143,15 @@ class RuleController(Controller):
         if feature(row, "frozen") == 1:
             return f"frozen; {outputs}"
         gradients = (
-            f"gradient norm spreads {feature(row, 'grad_cv'):.2f} (limit {self.config.stable_cv:g}), gradients"
+            f"gradient norm spreads {feature(row, 'grad_cv'):.2f} (limit {self._cv_limit:g}), gradients"
             f" {_bits_left(row, 'grad_headroom_lower', 'grad_trend'):.0f} bits below the range,"
             f" {feature(row, 'underflow_lower'):.0%} underflow"
         )
         return f"{gradients}; {outputs}" if outputs else gradients
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how often each unit was raised."""
-        return {"raises": dict(self._raises)}
+        """Returns how often each unit was raised, and how far lowering has come."""
+        return {"raises": dict(self._raises), "is_warm": self._is_warm, "stage": self._stage}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what ``state_dict`` returned.
@@ -143,10 +160,46 @@ class RuleController(Controller):
             state: The saved state.
         """
         self._raises = {str(name): int(count) for name, count in state["raises"].items()}
+        self._is_warm = bool(state.get("is_warm", True))
+        self._stage = int(state.get("stage", self.config.rule.stages))
+
+    def _accuracy_weight(self, observation: Observation) -> float:
+        first, last = self.config.rule.accuracy_weight_start, self.config.rule.accuracy_weight_end
+        is_known = len(observation) and feature(observation, "progress_known")[0] == 1
+        return first + (last - first) * float(feature(observation, "progress")[0]) if is_known else first
+
+    @property
+    def _underflow_limit(self) -> float:
+        return self.config.guard.underflow_fraction / self._weight
+
+    @property
+    def _cv_limit(self) -> float:
+        return self.config.rule.stable_cv / self._weight
+
+    @property
+    def _bits_wanted(self) -> float:
+        return self.config.rule.headroom_bits * self._weight
+
+    def _has_its_turn(self, observation: Observation) -> Flags:
+        """Which units may be lowered by now, as warm-up and stages have it."""
+        rule = self.config.rule
+        units = observation[feature(observation, "knob_precision") == 1]
+        if not self._is_warm and len(units):
+            steps = float(feature(units, "steps_since_change").max())
+            # compared as encoded, where both sides are rounded alike
+            is_over = steps >= np.float32(log_steps(rule.warmup_steps))
+            has_settled = 0 < float(feature(units, "norm_cv")[0]) < rule.settled_cv
+            self._is_warm = is_over or has_settled
+        if not self._is_warm:
+            return np.zeros(len(units), dtype=np.bool_)
+        self._stage = min(self._stage + 1, rule.stages)
+        depths = feature(units, "depth")
+        places = np.argsort(np.argsort(np.minimum(depths, 1 - depths), kind="stable"), kind="stable")
+        return np.asarray(places < np.ceil(len(units) * self._stage / rule.stages))
 
     def _should_raise(self, units: Observation) -> Flags:
         overflows = feature(units, "overflows") > 0
-        underflows = feature(units, "underflow") > self.config.guard.underflow_fraction
+        underflows = feature(units, "underflow") > self._underflow_limit
         leaves = (feature(units, "act_known") == 1) & (_bits_left(units, "act_headroom", "act_drift") < 0)
         should: Flags = (feature(units, "can_raise") == 1) & (overflows | underflows | leaves)
         return should
@@ -154,19 +207,19 @@ class RuleController(Controller):
     def _should_lower(self, units: Observation) -> Flags:
         is_legal = (feature(units, "can_lower") == 1) & (feature(units, "held") == 0)
         is_clean = (feature(units, "overflows") == 0) & (feature(units, "nonfinite") == 0)
-        outputs_fit = _bits_left(units, "act_headroom_lower", "act_drift") >= self.config.headroom_bits
+        outputs_fit = _bits_left(units, "act_headroom_lower", "act_drift") >= self._bits_wanted
         outputs_known = feature(units, "act_known") == 1
         is_frozen = feature(units, "frozen") == 1
         outputs_pass = np.where(outputs_known, outputs_fit, ~is_frozen)
-        weights_pass = feature(units, "weight_subnormal_lower") <= self.config.guard.underflow_fraction / 2
+        weights_pass = feature(units, "weight_subnormal_lower") <= self._underflow_limit / 2
         should: Flags = is_legal & is_clean & outputs_pass & weights_pass & (is_frozen | self._gradients_pass(units))
         return should
 
     def _gradients_pass(self, units: Observation) -> Flags:
         is_known = (feature(units, "grad_known") == 1) & (feature(units, "grad_readings") >= _MIN_READINGS / READINGS)
-        is_stable = feature(units, "grad_cv") < self.config.stable_cv
-        fits = _bits_left(units, "grad_headroom_lower", "grad_trend") >= self.config.headroom_bits
-        most = self.config.guard.underflow_fraction / 2
+        is_stable = feature(units, "grad_cv") < self._cv_limit
+        fits = _bits_left(units, "grad_headroom_lower", "grad_trend") >= self._bits_wanted
+        most = self._underflow_limit / 2
         survives = (feature(units, "underflow") <= most) & (feature(units, "underflow_lower") <= most)
         passes: Flags = is_known & is_stable & fits & survives
         return passes

@@ -6,6 +6,7 @@ the layers. What does not: whether a request is legal (``judgement``) and what i
 
 from __future__ import annotations
 
+import fnmatch
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,21 @@ import torch
 from autoprec.base import Base
 from autoprec.formats import get_format, rank
 from autoprec.layers import set_format
+from autoprec.readings import LAYER_KINDS
 from autoprec.units import Unit
+
+
+def tier_of(unit: Unit, tiers: Mapping[str, str]) -> str | None:
+    """Returns the narrowest format that policies may choose for a unit, ``None`` where that is left open.
+
+    Args:
+        unit: The unit.
+        tiers: Format by pattern of unit names or by kind; the first pattern that fits counts before the kind.
+    """
+    for pattern, name in tiers.items():
+        if pattern not in LAYER_KINDS and fnmatch.fnmatchcase(unit.name, pattern):
+            return name
+    return tiers.get(unit.kind)
 
 
 class UnitFormats:
@@ -26,6 +41,7 @@ class UnitFormats:
         base: What the Trainer had.
         choice: Formats that the user lets policies choose, ``None`` for what the device runs natively.
         is_masked: Whether the knob cannot be moved; the layers are left alone then.
+        tiers: Narrowest format for policies by kind of layer or pattern of unit names.
 
     Attributes:
         units: The units by name.
@@ -40,7 +56,14 @@ class UnitFormats:
         is_ambient_raised: Whether what runs between units was raised to fp32.
     """
 
-    def __init__(self, units: Sequence[Unit], base: Base, choice: Sequence[str] | None, is_masked: bool) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        base: Base,
+        choice: Sequence[str] | None,
+        is_masked: bool,
+        tiers: Mapping[str, str] | None = None,
+    ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.is_masked = is_masked
         self.named: set[str] = set()
@@ -50,6 +73,7 @@ class UnitFormats:
         self.is_ambient_raised = False
         self._base = base
         self._choice = choice
+        self._tiers = {unit.name: tier_of(unit, tiers or {}) for unit in units}
         self.current = {unit.name: self._base_format(unit) for unit in units}
         self.changed_at = dict.fromkeys(self.units, 0)
         self.maps: set[tuple[str, ...]] = {self._map_key({})}
@@ -65,8 +89,21 @@ class UnitFormats:
         else:
             # fp16 adds a loss scale and no speed where bf16 is native
             allowed = {"fp32", "bf16" if "bf16" in unit.native else "fp16"} & set(unit.native)
-        allowed |= {self.current[unit.name], self._base_format(unit)}
+        tier = self._tiers[unit.name]
+        if tier is not None:
+            allowed = {name for name in allowed if rank(name) <= rank(tier)}
+        else:
+            allowed.add(self._base_format(unit))
+        allowed.add(self.current[unit.name])
         return tuple(name for name in unit.legal if name in allowed)
+
+    def below_their_tier(self) -> dict[str, str]:
+        """Units that run in a narrower format than their tier, with the format of the tier."""
+        return {
+            name: tier
+            for name, tier in self._tiers.items()
+            if tier is not None and self.units[name].reason is None and rank(self.current[name]) > rank(tier)
+        }
 
     def current_and_lower(self) -> dict[str, tuple[str, str | None]]:
         """Current format of every unit, and the next lower one that a policy may choose, by unit name."""

@@ -24,6 +24,7 @@ from autoprec import (
     AutoPrecisionConfig,
     GuardConfig,
     LossScaleConfig,
+    RuleConfig,
     RuleController,
     ScriptedController,
 )
@@ -96,7 +97,9 @@ class Stochastic(ScriptedController):
 
 
 def daring_rule() -> RuleController:
-    return RuleController(AutoPrecisionConfig(stable_cv=10.0, headroom_bits=0.0, formats=("fp32", "bf16", "fp16")))
+    return RuleController(
+        AutoPrecisionConfig(rule=RuleConfig(stable_cv=10.0, headroom_bits=0.0), formats=("fp32", "bf16", "fp16"))
+    )
 
 
 POLICIES: dict[str, Callable[[], ScriptedController | RuleController]] = {

@@ -21,6 +21,7 @@ from autoprec.config import (
     GuardConfig,
     LossScaleConfig,
     RollbackConfig,
+    RuleConfig,
     recipe,
 )
 
@@ -57,14 +58,19 @@ from autoprec.config import (
         (RollbackConfig, "loss_spreads", 0.0),
         (RollbackConfig, "patience", 0),
         (AutoPrecisionConfig, "decision_timeout_s", 0.0),
+        (RuleConfig, "warmup_steps", -1),
+        (RuleConfig, "settled_cv", math.nan),
+        (RuleConfig, "stages", 0),
+        (RuleConfig, "accuracy_weight_start", 0.0),
+        (RuleConfig, "accuracy_weight_end", math.inf),
         (GuardConfig, "max_consecutive_skips", 0),
         (GuardConfig, "hold", -1),
         (GuardConfig, "underflow_fraction", 0.0),
         (GuardConfig, "underflow_fraction", 1.5),
         (AutoPrecisionConfig, "granularity", "layers"),
         (AutoPrecisionConfig, "clamp_output", 0.0),
-        (AutoPrecisionConfig, "stable_cv", -0.1),
-        (AutoPrecisionConfig, "headroom_bits", math.nan),
+        (RuleConfig, "stable_cv", -0.1),
+        (RuleConfig, "headroom_bits", math.nan),
         (AutoPrecisionConfig, "second_moment", "int8"),
         (AutoPrecisionConfig, "second_moment", None),
         (AutoPrecisionConfig, "second_moment_after", -1),
@@ -128,7 +134,7 @@ def test_extremes_that_are_legal() -> None:
     LossScaleConfig(init_scale=1, floor=2.0**-10)
     LossScaleConfig(init_scale=8.0, floor=8.0, cap=8.0)
     GuardConfig(hold=0, underflow_fraction=1.0)
-    AutoPrecisionConfig(stable_cv=math.inf, headroom_bits=0.0, clamp_output=65504)
+    AutoPrecisionConfig(rule=RuleConfig(stable_cv=math.inf, headroom_bits=0.0), clamp_output=65504)
 
 
 def test_defaults_are_the_documented_ones() -> None:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.action import Action
-from autoprec.config import AutoPrecisionConfig
+from autoprec.config import AutoPrecisionConfig, RuleConfig
 from autoprec.controller import (
     Controller,
     FixedController,
@@ -175,7 +175,7 @@ def test_map_controller_from_a_mapping() -> None:
 
 
 def test_resolve_by_name() -> None:
-    config = AutoPrecisionConfig(stable_cv=0.1)
+    config = AutoPrecisionConfig(rule=RuleConfig(stable_cv=0.1))
     rule = resolve_policy("rule", config)
     assert isinstance(rule, RuleController)
     assert rule.config is config

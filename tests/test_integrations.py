@@ -44,7 +44,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from autoprec import Action, AutoPrecisionCallback, AutoPrecisionConfig, ScriptedController
+from autoprec import Action, AutoPrecisionCallback, AutoPrecisionConfig, RuleConfig, ScriptedController
 from tests.small_fits import Full, Outcome, Plain, assert_identical, loader, outcome, quiet, rows, seed
 
 
@@ -376,7 +376,7 @@ def deterministic() -> Iterator[None]:
 def test_deterministic() -> None:
     """Same seed, same bits, whatever is steered."""
     assert_works(options=lambda: {"deterministic": True})
-    config = AutoPrecisionConfig(formats=("fp32", "bf16", "fp16", "int8"), stable_cv=10.0)
+    config = AutoPrecisionConfig(formats=("fp32", "bf16", "fp16", "int8"), rule=RuleConfig(stable_cv=10.0))
 
     def run() -> Outcome:
         return outcome(*fit([AutoPrecisionCallback(interval=2, config=config, verbose=False)], deterministic=True))
@@ -572,7 +572,7 @@ def test_peft_lora(policy: str) -> None:
     module = Lora()
     keys = list(module.state_dict())
     frozen = {name: value.clone() for name, value in module.named_parameters() if not value.requires_grad}
-    config = AutoPrecisionConfig(stable_cv=10.0)
+    config = AutoPrecisionConfig(rule=RuleConfig(stable_cv=10.0))
     callback = AutoPrecisionCallback(policy, interval=2, config=config, verbose=False)
     fit_with_loader([callback], lambda: module)
     wanted = policy.removeprefix("fixed:")

@@ -32,6 +32,7 @@ PUBLIC = [
     "NonFiniteTrainingError",
     "NumberFormat",
     "RollbackConfig",
+    "RuleConfig",
     "RuleController",
     "ScriptedController",
     "__version__",

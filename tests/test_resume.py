@@ -30,6 +30,7 @@ from autoprec import (
     ClipConfig,
     GuardConfig,
     LossScaleConfig,
+    RuleConfig,
     RuleController,
     ScriptedController,
 )
@@ -61,7 +62,7 @@ pytestmark = [
 # moves often: decisions every few steps, fp16 from the start of its life on a scale that overflows and grows
 RESTLESS = AutoPrecisionConfig(
     formats=("fp32", "fp16"),
-    stable_cv=10.0,
+    rule=RuleConfig(stable_cv=10.0),
     loss_scale=LossScaleConfig(init_scale=2.0**22, growth_interval=6),
     clip=ClipConfig(min_norms=4, window=8),
     guard=GuardConfig(hold=7),
@@ -134,7 +135,7 @@ def test_rule_from_any_step(step: int, recorded_rule: Recorded, tmp_path: Path) 
 def test_rule_with_validation_and_accumulation(accumulate: int, tmp_path: Path) -> None:
     """Windows of three end on other steps than epochs of ten batches do."""
     options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5, "precision": "bf16-mixed"}
-    config = AutoPrecisionConfig(formats=("fp32", "bf16", "fp16"), stable_cv=10.0)
+    config = AutoPrecisionConfig(formats=("fp32", "bf16", "fp16"), rule=RuleConfig(stable_cv=10.0))
     setup = Setup(lambda: AutoPrecisionCallback(interval=4, config=config, verbose=False), options=options)
     through = assert_resumes(setup, tmp_path)
     assert through.callback is not None

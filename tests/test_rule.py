@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.config import AutoPrecisionConfig, GuardConfig
+from autoprec.config import AutoPrecisionConfig, GuardConfig, RuleConfig
 from autoprec.encoding import GlobalReading, UnitReading, decode, encode
 from autoprec.rule import RuleController
 
@@ -120,8 +120,8 @@ def test_g02_growing_outputs_are_raised_before_they_overflow() -> None:
 def test_thresholds_come_from_the_config() -> None:
     spread = replace(STABLE, grad_norm_history=(1.0, 2.0) * 8)
     assert move(spread) == -1
-    assert move(spread, RuleController(AutoPrecisionConfig(stable_cv=0.2))) == 0
-    assert move(STABLE, RuleController(AutoPrecisionConfig(headroom_bits=14.0))) == 0
+    assert move(spread, RuleController(AutoPrecisionConfig(rule=RuleConfig(stable_cv=0.2)))) == 0
+    assert move(STABLE, RuleController(AutoPrecisionConfig(rule=RuleConfig(headroom_bits=14.0)))) == 0
     guard = GuardConfig(underflow_fraction=0.5)
     assert move(replace(STABLE, underflow_fraction=0.3), RuleController(AutoPrecisionConfig(guard=guard))) == 0
 
