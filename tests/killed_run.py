@@ -1,6 +1,7 @@
-"""A run in a process of its own that kills itself with SIGKILL, and goes on from its newest checkpoint at its next start.
+"""A run in its own process that kills itself with SIGKILL and resumes from its newest checkpoint when started again.
 
-Started as ``python tests/killed_run.py FOLDER [PLACE WINDOW]...``: each start dies at the first place that is not used up; the last one goes through and writes what it ends with to ``FOLDER/end.pt``.
+Started as ``python tests/killed_run.py FOLDER [PLACE WINDOW]...``: each start dies at the first place that is not used
+up; the last one goes through and writes what it ends with to ``FOLDER/end.pt``.
 """
 
 from __future__ import annotations
