@@ -33,6 +33,7 @@ from autoprec.steering import Steering
 from autoprec.undo import StepUndo
 
 Closure = Callable[[], Any]
+_NOTHING = contextlib.nullcontext()
 
 
 class _StepSkipped(Exception):
@@ -163,9 +164,13 @@ class Stepping:
         steering = self._steering
         fused = self._fused.get(id(optimizer))
         undo = StepUndo(optimizer)
-        wrapped = functools.partial(self._checked_closure, optimizer, model, closure, undo)
+        wrapped: Closure = functools.partial(self._checked_closure, optimizer, model, closure, undo)
+        effective: contextlib.AbstractContextManager[Any] = _NOTHING
+        if not steering.learning_rate.is_neutral:
+            effective = applied = steering.learning_rate.applied(optimizer)
+            wrapped = applied.after(wrapped)
         try:
-            with Expecting(True), contextlib.nullcontext() if fused is None else fused.standing_in():
+            with Expecting(True), _NOTHING if fused is None else fused.standing_in(), effective:
                 result = optimizer.step(closure=wrapped, **kwargs)
         except _StepSkipped as skip:
             undo.restore()
