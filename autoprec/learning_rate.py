@@ -1,8 +1,8 @@
 """What the learning rate is multiplied by, and how: inside an optimizer's own update, and nowhere else.
 
-Schedules, checkpoints, monitors and the user's code see their own value before, during the closure and after. What lives
-here: the rules, the factors, and putting values into groups and back. What does not: which effective batch there is, and
-the steps themselves (``stepping``).
+Schedules, checkpoints, monitors and the user's code see their own value, in the closure as well. What lives here: the
+rules, the factors, and putting values into groups and back. What does not: which effective batch there is, and the
+steps themselves (``stepping``).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class LearningRate:
         for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
             beta1, beta2 = map(float, group["betas"])
             beta = min(beta1, beta2, float(group.get("base_momentum", 1.0)))  # where a cycle of the momentum gets to
-            if k * (1.0 - beta) >= 1.0:
+            if k * (1.0 - beta) >= 1.0 - 1e-9:  # 10 * (1 - 0.9) is a little less than 1
                 return (
                     f"rule 'sde' would make Adam's beta 1 - k * (1 - beta) = {1.0 - k * (1.0 - beta):.3g} with"
                     f" k = {k:g} and beta = {beta:g}; it must be > 0"

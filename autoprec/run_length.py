@@ -1,7 +1,7 @@
 """How often a schedule will still be called, before and after a change of the batch size or of accumulation.
 
-It follows the conditions of Lightning's loops: an optimizer step on every ``accumulate``-th batch of an epoch and on its
-last one; a call of a schedule after a step whose batch number is a multiple of its frequency; the end with the last
+It follows the conditions of Lightning's loops: an optimizer step on every ``accumulate``-th batch of an epoch and on
+its last one; a call of a schedule after a step whose batch number is a multiple of its frequency; the end with the last
 epoch or with ``max_steps``.
 """
 
@@ -106,6 +106,20 @@ class RunLength:
             steps_left=steps_left,
         )
 
+    def calls(self, frequency: int = 1) -> tuple[int, int] | None:
+        """Calls of a schedule that were to come before the change, and those that will come now.
+
+        Args:
+            frequency: That of the schedule.
+
+        Returns:
+            ``None`` where lengths are not known, nothing ends the run, or ``max_steps`` ends it either way.
+        """
+        if self._counts_steps:
+            return None
+        before, now = self._calls(self.before, frequency), self._calls(self.now, frequency)
+        return None if before is None or now is None else (before, now)
+
     def ratio(self, frequency: int = 1) -> Fraction | None:
         """Calls of a schedule that were to come before the change, for each one that will come now.
 
@@ -117,14 +131,19 @@ class RunLength:
             ``None`` where calls were to come and none will. Where lengths are not known or nothing ends the run, the
             ratio of samples between two calls.
         """
-        if self._ends_by_steps(self.before) and self._ends_by_steps(self.now):
+        if self._counts_steps:
             return Fraction(1)
-        before, now = self._calls(self.before, frequency), self._calls(self.now, frequency)
-        if before is None or now is None:
+        counts = self.calls(frequency)
+        if counts is None:
             return Fraction(self.now.samples(frequency), self.before.samples(frequency))
+        before, now = counts
         if before == 0:
             return Fraction(1)
         return Fraction(before, now) if now else None
+
+    @property
+    def _counts_steps(self) -> bool:
+        return self._ends_by_steps(self.before) and self._ends_by_steps(self.now)
 
     def _steps(self, plan: EpochPlan) -> int | None:
         """Optimizer steps until the last epoch is over."""

@@ -33,6 +33,7 @@ class _Held:
     rate: Fraction | None = None  # calls of the schedule for one of Lightning's, as long as that is not 1
     credit: Fraction = Fraction(0)  # what is left over of them
     is_stepwise: bool = True
+    is_counted: bool = True  # whether it is known when it is called
 
     def should_hold(self) -> bool:
         """Decides about one call: held back if as many steps were skipped as lie between two calls."""
@@ -51,10 +52,16 @@ class _Held:
         self.credit -= count
         return count
 
-    def stretch(self, ratio: Fraction) -> None:
-        """From now on each call stands for ``ratio`` times as many as before."""
-        rate = ratio * (self.rate or 1)
-        # what is owed or paid already stays so, also at a rate of 1
+    def stretch(self, length: RunLength) -> None:
+        """Spreads what is left, the credit included, over the calls that will come."""
+        ratio, counts = length.ratio(self.frequency), length.calls(self.frequency)
+        assert ratio is not None, "nothing would call the schedule any more"
+        rate = self.rate or Fraction(1)
+        if self.is_counted and counts is not None and all(counts):
+            # a whole number but for calls that were held; without rounding fractions would grow with every change
+            rate, self.credit = Fraction(round(self.credit + rate * counts[0]), counts[1]), Fraction(0)
+        else:
+            rate *= ratio
         self.rate = None if rate == 1 and not self.credit else rate
 
     def state(self) -> State:
@@ -62,8 +69,8 @@ class _Held:
 
     def load(self, attempted: int, skipped: int, rate: str = "1", credit: str = "0", is_stepwise: bool = True) -> None:
         self.attempted, self.skipped, self.is_stepwise = attempted, skipped, is_stepwise
-        self.credit, self.rate = Fraction(credit), None
-        self.stretch(Fraction(rate))
+        self.credit = Fraction(credit)
+        self.rate = None if rate == "1" and not self.credit else Fraction(rate)
 
 
 class ScheduleHold:
@@ -105,7 +112,8 @@ class ScheduleHold:
             if config.reduce_on_plateau or (is_automatic and config.interval != "step"):
                 continue
             # under manual optimization the module calls schedules when it likes
-            held = _Held(config.scheduler, config.frequency if is_automatic else 1, is_stepwise=is_automatic)
+            frequency = config.frequency if is_automatic else 1
+            held = _Held(config.scheduler, frequency, is_stepwise=is_automatic, is_counted=is_automatic)
             obstacle = self._swap(held, is_in_batch, is_last_batch)
             if obstacle is None:
                 self._held.append(held)
@@ -159,9 +167,7 @@ class ScheduleHold:
         if reason is not None:
             raise ValueError(f"Passed `stretch({length})`, but {reason}.")
         for held in self._held:
-            ratio = length.ratio(held.frequency)
-            assert ratio is not None
-            held.stretch(ratio)
+            held.stretch(length)
 
     def state(self) -> list[State]:
         """Returns primitives only."""
