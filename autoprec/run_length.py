@@ -86,7 +86,7 @@ class RunLength:
         Args:
             trainer: The Trainer, in a hook of its fit from ``on_fit_start`` on.
             before: The plan up to here.
-            now: The plan from here on, by default the one that the Trainer has.
+            now: The plan from here on; by default the one that the Trainer has, with batches of the same size.
         """
         epochs = trainer.fit_loop.epoch_progress.current
         batches = trainer.fit_loop.epoch_loop.batch_progress
