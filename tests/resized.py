@@ -52,7 +52,7 @@ class Changes(Callback):
             if change.bs is not None and change.epoch == trainer.current_epoch + 1:
                 self.before = EpochPlan.of(trainer)
                 pl_module.bs = change.bs
-                trainer.reload_dataloaders_every_n_epochs = 1
+                trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.before is not None:

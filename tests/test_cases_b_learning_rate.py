@@ -135,7 +135,7 @@ def test_b04_rate_and_schedule_together() -> None:
     used: list[float] = []
 
     class Looks(SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             loss = super().step(closure)
             used.append(self.param_groups[0]["lr"])
             return loss
@@ -233,7 +233,7 @@ def test_skipped_steps_leave_the_value(knobs: tuple[str, ...]) -> None:
 
 def test_a_step_that_raises_leaves_the_value() -> None:
     class Fails(SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             super().step(closure)
             raise RuntimeError(f"at {self.param_groups[0]['lr']}")
 

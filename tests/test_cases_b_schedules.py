@@ -67,13 +67,13 @@ every_schedule = pytest.mark.parametrize("make", SCHEDULES)
 MORE, FEWER = Change(bs=4), Change(bs=16)
 
 
-def of(make: Callable[[Optimizer, int], Any], total: int = 16, **options: Any) -> Run:
+def of(make: Callable[..., Any], total: int = 16, **options: Any) -> Run:
     return Run(partial(make, total=total), **options)
 
 
 @every_schedule
 @pytest.mark.parametrize(("change", "places"), [(MORE, 16), (FEWER, 12)], ids=["smaller", "larger"])
-def test_b04_batch_size(make: Callable[[Optimizer, int], Any], change: Change, places: int) -> None:
+def test_b04_batch_size(make: Callable[..., Any], change: Change, places: int) -> None:
     run = of(make)
     changed, _ = run.fit(change)
     plain, _ = run.fit()
@@ -82,7 +82,7 @@ def test_b04_batch_size(make: Callable[[Optimizer, int], Any], change: Change, p
 
 
 @every_schedule
-def test_b04_accumulation(make: Callable[[Optimizer, int], Any]) -> None:
+def test_b04_accumulation(make: Callable[..., Any]) -> None:
     run = of(make)
     plain, _ = run.fit()
     changed, ap = run.fit(Change(accumulate=2))
@@ -91,7 +91,7 @@ def test_b04_accumulation(make: Callable[[Optimizer, int], Any]) -> None:
 
 
 @every_schedule
-def test_b04_less_accumulation(make: Callable[[Optimizer, int], Any]) -> None:
+def test_b04_less_accumulation(make: Callable[..., Any]) -> None:
     run = of(make, 4, accumulate=4)
     plain, _ = run.fit()
     changed, ap = run.fit(Change(accumulate=1))
@@ -203,9 +203,9 @@ class Endless(torch.utils.data.IterableDataset[Any]):
 
 def test_b04_unknown_lengths_go_by_the_effective_batch() -> None:
     run = Run(partial(closed_form, total=16))
-    data = {"train_dataloaders": torch.utils.data.DataLoader(Endless(), batch_size=8)}
-    changed, _ = run.fit(Change(accumulate=4), **data)
-    plain, _ = run.fit(**data)
+    data: Any = torch.utils.data.DataLoader(Endless(), batch_size=8)
+    changed, _ = run.fit(Change(accumulate=4), train_dataloaders=data)
+    plain, _ = run.fit(train_dataloaders=data)
     assert [changed.rates[n] for n in (96, 128)] == [plain.rates[n] for n in (96, 128)]
 
 
@@ -310,7 +310,7 @@ class LastBatch(Manual):
 
 @every_schedule
 @pytest.mark.parametrize("change", [MORE, FEWER], ids=["smaller", "larger"])
-def test_b04_manual_optimization(make: Callable[[Optimizer, int], Any], change: Change) -> None:
+def test_b04_manual_optimization(make: Callable[..., Any], change: Change) -> None:
     run = of(make, task=Manual)
     assert assert_follows(run.fit(change)[0], run.fit()[0]) >= 12
 

@@ -155,7 +155,7 @@ class Looks(SGD):
     seen: Seen
     change: Callable[[], None] | None = None
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = closure() if closure is not None else None
         self.seen.look("update")
         if self.change is not None:
@@ -204,7 +204,12 @@ def test_groups_that_share_a_tensor_are_multiplied_once() -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
     found: list[float] = []
-    optimizer._init_group = lambda group, *lists: found.append(float(group["lr"]))  # type: ignore[assignment,func-returns-value]
+
+    def look(group: dict[str, Any], *lists: Any) -> bool:
+        found.append(float(group["lr"]))
+        return False
+
+    optimizer._init_group = look  # type: ignore[method-assign]
     take(tripled(), optimizer)
     assert found == [pytest.approx(0.3)] * 2
     assert torch.equal(lr, torch.tensor(0.1))

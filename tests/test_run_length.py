@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,20 +53,20 @@ def test_calls_are_those_of_the_loop() -> None:
 
 
 def test_ratio_of_calls() -> None:
-    plans = {"before": EpochPlan(batches=8), "now": EpochPlan(batches=16)}
-    assert RunLength(**plans, epochs_left=3).ratio() == Fraction(1, 2)
-    assert RunLength(**plans, epochs_left=0).ratio() == 1
-    assert RunLength(**plans, epochs_left=None, steps_left=7).ratio() == 1
-    assert RunLength(**plans, epochs_left=3, steps_left=24).ratio() == 1
-    assert RunLength(**plans, epochs_left=3, steps_left=32).ratio() == Fraction(24, 32)
+    length = partial(RunLength, before=EpochPlan(batches=8), now=EpochPlan(batches=16))
+    assert length(epochs_left=3).ratio() == Fraction(1, 2)
+    assert length(epochs_left=0).ratio() == 1
+    assert length(epochs_left=None, steps_left=7).ratio() == 1
+    assert length(epochs_left=3, steps_left=24).ratio() == 1
+    assert length(epochs_left=3, steps_left=32).ratio() == Fraction(24, 32)
 
 
 def test_ratio_without_lengths_is_that_of_samples() -> None:
     before, now = EpochPlan(batches=None, batch_size=8), EpochPlan(batches=None, accumulate=2, batch_size=12)
     assert RunLength(before=before, now=now, epochs_left=3).ratio() == 3
     assert RunLength(before=before, now=now, epochs_left=3).ratio(frequency=2) == Fraction(3, 2)
-    known = {"before": EpochPlan(batches=8), "now": EpochPlan(batches=8, accumulate=4)}
-    assert RunLength(**known, epochs_left=None).ratio() == 4
+    before, now = EpochPlan(batches=8), EpochPlan(batches=8, accumulate=4)
+    assert RunLength(before=before, now=now, epochs_left=None).ratio() == 4
 
 
 def test_no_call_is_left() -> None:
