@@ -197,8 +197,19 @@ class LearningRate:
         """Whether Adam's betas and epsilon are changed as well."""
         return self.rule == "sde" and self.batch_factor != 1.0
 
+    def take(self, optimizer: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Takes a step of an optimizer under the factors; not called while :attr:`is_neutral`.
+
+        Args:
+            optimizer: The optimizer.
+            closure: Its closure.
+            kwargs: What else ``optimizer.step`` takes.
+        """
+        with self.applied(optimizer) as applied:
+            return optimizer.step(closure=applied.after(closure), **kwargs)
+
     def applied(self, optimizer: Any) -> Applied:
-        """Returns what surrounds a step of an optimizer; not called while :attr:`is_neutral`."""
+        """Returns what surrounds a step of an optimizer, and the closure in it."""
         return Applied(self, optimizer)
 
     def state_dict(self) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class ScheduleHold:
 
     def note(self, optimizer: object, is_skipped: bool) -> None:
         """Records whether the optimizer's latest step was skipped."""
-        for held in self._held:
+        for held in self._held if self._is_on else ():
             if getattr(held.scheduler, "optimizer", None) is optimizer:
                 held.attempted += 1
                 held.skipped += is_skipped

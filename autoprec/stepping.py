@@ -33,7 +33,6 @@ from autoprec.steering import Steering
 from autoprec.undo import StepUndo
 
 Closure = Callable[[], Any]
-_NOTHING = contextlib.nullcontext()
 
 
 class _StepSkipped(Exception):
@@ -164,14 +163,14 @@ class Stepping:
         steering = self._steering
         fused = self._fused.get(id(optimizer))
         undo = StepUndo(optimizer)
-        wrapped: Closure = functools.partial(self._checked_closure, optimizer, model, closure, undo)
-        effective: contextlib.AbstractContextManager[Any] = _NOTHING
-        if not steering.learning_rate.is_neutral:
-            effective = applied = steering.learning_rate.applied(optimizer)
-            wrapped = applied.after(wrapped)
+        wrapped = functools.partial(self._checked_closure, optimizer, model, closure, undo)
+        rates = steering.learning_rate
         try:
-            with Expecting(True), _NOTHING if fused is None else fused.standing_in(), effective:
-                result = optimizer.step(closure=wrapped, **kwargs)
+            with Expecting(True), contextlib.nullcontext() if fused is None else fused.standing_in():
+                if rates.is_neutral:
+                    result = optimizer.step(closure=wrapped, **kwargs)
+                else:
+                    result = rates.take(optimizer, wrapped, **kwargs)
         except _StepSkipped as skip:
             undo.restore()
             steering.schedules.note(optimizer, is_skipped=True)

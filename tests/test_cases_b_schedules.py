@@ -325,3 +325,12 @@ def test_b04_manual_optimization_that_counts_steps() -> None:
     run = of(one_cycle, 20, task=Manual, epochs=3, options={"max_steps": 20})
     changed, _ = run.fit(FEWER)
     assert list(changed.positions.values())[-1] == 20
+
+
+@pytest.mark.parametrize(("change", "position"), [(MORE, 16 - 1), (FEWER, 16 - 4)], ids=["smaller", "larger"])
+def test_b04_manual_optimization_skipped_steps(change: Change, position: int) -> None:
+    def bad(net: Any, batch: Any, index: int) -> Any:
+        return squares_but(net, batch, index, bad=(1, 2) if len(batch) != 8 else ())
+
+    changed, ap = of(one_cycle, task=Manual, loss=bad).fit(change)
+    assert (ap.skipped_steps, changed.positions[128]) == (2, position)

@@ -170,8 +170,7 @@ def looking(**options: Any) -> tuple[Looks, Seen]:
 
 
 def take(rates: LearningRate, optimizer: Optimizer, closure: Callable[[], Any] = lambda: None) -> None:
-    with rates.applied(optimizer) as applied:
-        optimizer.step(applied.after(closure))
+    rates.take(optimizer, closure)
 
 
 def tripled() -> LearningRate:
