@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.precision import Precision
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from autoprec.knobs import CLIPS_BY_VALUE, KNOBS, Knobs
+from autoprec.learning_rate import why_not_rule
 from autoprec.plugins import base_format
 
 
@@ -35,6 +37,20 @@ def masks_of(root: pl.LightningModule, trainer: pl.Trainer, base: Precision, wan
     elif trainer.gradient_clip_val and trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
         masks.setdefault("clip", CLIPS_BY_VALUE)
     return masks
+
+
+def check_rule(rule: str, optimizers: Sequence[Any]) -> None:
+    """Refuses a rule for the learning rate that the optimizers of a run do not fit.
+
+    Raises:
+        MisconfigurationException: With the reason.
+    """
+    reason = why_not_rule(rule, optimizers)
+    if reason is not None:
+        raise MisconfigurationException(
+            f"Passed `BatchConfig(learning_rate={rule!r})` with an optimizer that it does not fit: {reason}. Choose"
+            " 'none', 'sqrt', 'linear' or 'adascale', or another optimizer."
+        )
 
 
 def restrict_for_lbfgs(knobs: Knobs) -> None:

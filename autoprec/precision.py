@@ -25,7 +25,7 @@ from autoprec.action import Action
 from autoprec.base import Base
 from autoprec.config import AutoPrecisionConfig
 from autoprec.history import History
-from autoprec.masks import clip_of, masks_of, restrict_for_lbfgs
+from autoprec.masks import check_rule, clip_of, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
 from autoprec.regions import evaluation_region, formats_region, recomputation_region
 from autoprec.retry import StepRetry
@@ -80,6 +80,7 @@ class AutoPrecision(WrappedPrecision):
         self._retry: StepRetry | None = None
         self._stepping: Stepping | None = None
         self._is_in_batch: Callable[[], bool] = bool
+        self._is_last_batch: Callable[[], bool] = bool
 
     # ---- set-up ----
 
@@ -91,6 +92,7 @@ class AutoPrecision(WrappedPrecision):
             self.release()
             self.steering = self._steering_of(module, trainer)
             self._is_in_batch = functools.partial(is_in_batch, trainer)
+            self._is_last_batch = functools.partial(is_last_batch, trainer)
             if self.initial_formats:
                 self.steering.apply(Action(precision=self.initial_formats), "initial formats")
                 self.steering.requests.warn_of_unknown_names()
@@ -119,7 +121,9 @@ class AutoPrecision(WrappedPrecision):
         if steering is not None:
             if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
                 restrict_for_lbfgs(steering.knobs)
-            steering.schedules.attach(lr_schedulers, steering.is_automatic, self._is_in_batch)
+            check_rule(steering.config.batch.learning_rate, optimizers)
+            steering.learning_rate.attach(optimizers)
+            steering.schedules.attach(lr_schedulers, steering.is_automatic, self._is_in_batch, self._is_last_batch)
             self._stepping = Stepping(self, steering, optimizers)
         return self.base.connect(model, optimizers, lr_schedulers)
 
@@ -300,3 +304,8 @@ def is_in_batch(trainer: Any) -> bool:
     """Whether a training batch is under way, its hooks included."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(progress.completed < progress.ready)
+
+
+def is_last_batch(trainer: Any) -> bool:
+    """Whether the training batch under way is the last one of its epoch."""
+    return bool(trainer.is_last_batch)

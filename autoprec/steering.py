@@ -24,6 +24,7 @@ from autoprec.gradients import Gradients
 from autoprec.history import History
 from autoprec.knobs import Knobs, steered_units
 from autoprec.layers import Runtime, prepare
+from autoprec.learning_rate import LearningRate
 from autoprec.loss_scale import LossScale
 from autoprec.manual_scaling import ManualScaling
 from autoprec.request_queue import RequestQueue
@@ -86,6 +87,7 @@ class Steering:
         self.telemetry = Telemetry(units, config.clip.window)
         self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
         self.schedules = ScheduleHold(config)
+        self.learning_rate = LearningRate(config.batch.learning_rate)
         self.manual_scaling = ManualScaling(loss_scale, is_automatic)
         self.window = 0
         self.applied_steps = 0
@@ -140,6 +142,7 @@ class Steering:
         """Leaves module and schedules as they were found; what was measured and decided stays readable."""
         self.fallback.release()
         self.schedules.detach()
+        self.learning_rate.detach()
         for unit in self.knobs.units.values():
             unit.states.clear()
         self._rescue.end_trial()
@@ -342,6 +345,7 @@ class Steering:
             "knobs": self.knobs.state_dict(),
             "telemetry": self.telemetry.state_dict(),
             "schedules": self.schedules.state(),
+            "learning_rate": self.learning_rate.state_dict(),
             "pending": self.requests.state(),
             "history": self.history.state(),
         }
@@ -360,6 +364,8 @@ class Steering:
         self.is_sampling = bool(state["is_sampling"])
         self.runtime.records_inputs = bool(state["records_inputs"])
         self.schedules.load(state["schedules"])
+        if "learning_rate" in state:
+            self.learning_rate.load_state_dict(state["learning_rate"])
         self.requests.load(state["pending"])
         self.history.load(state["history"])
         self.telemetry.load_state_dict(state["telemetry"])

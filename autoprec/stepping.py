@@ -164,9 +164,13 @@ class Stepping:
         fused = self._fused.get(id(optimizer))
         undo = StepUndo(optimizer)
         wrapped = functools.partial(self._checked_closure, optimizer, model, closure, undo)
+        rates = steering.learning_rate
         try:
             with Expecting(True), contextlib.nullcontext() if fused is None else fused.standing_in():
-                result = optimizer.step(closure=wrapped, **kwargs)
+                if rates.is_neutral:
+                    result = optimizer.step(closure=wrapped, **kwargs)
+                else:
+                    result = rates.take(optimizer, wrapped, **kwargs)
         except _StepSkipped as skip:
             undo.restore()
             steering.schedules.note(optimizer, is_skipped=True)

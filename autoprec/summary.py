@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from autoprec.formats import FORMATS, get_format
 from autoprec.knobs import Knobs, steered_units
+from autoprec.learning_rate import LearningRate
 from autoprec.ops import describe
 from autoprec.steering import Steering
 from autoprec.units import Unit
@@ -21,6 +22,8 @@ def metrics(steering: Steering) -> dict[str, float]:
         "autoprec/applied_steps": float(steering.applied_steps),
         "autoprec/skipped_steps": float(steering.skipped_steps),
     }
+    if steering.learning_rate.factor != 1.0:
+        values["autoprec/lr_factor"] = steering.learning_rate.factor
     if math.isfinite(knobs.clip):
         values["autoprec/clip_threshold"] = knobs.clip
     if steering.telemetry.norms:
@@ -58,6 +61,7 @@ def summarize(steering: Steering, policy: str) -> str:
     else:
         lines.append("  loss scale not in use (nothing runs in fp16)")
     lines.append(_clip_line(steering))
+    lines += _learning_rate_lines(steering.learning_rate)
     lines += _kernel_lines(steering)
     for fault in (decision for decision in steering.history if decision.knob == "policy"):
         lines.append(f"  POLICY FAILED in window {fault.step}, what it was asked there did not happen: {fault.reason}")
@@ -171,6 +175,15 @@ def _clip_line(steering: Steering) -> str:
     share = sum(steering.telemetry.clipped) / max(len(steering.telemetry.clipped), 1)
     median = steering.telemetry.median_norm
     return f"  clip       {threshold} (median norm {median:.3g}, {share:.0%} of the last steps clipped)"
+
+
+def _learning_rate_lines(rates: LearningRate) -> list[str]:
+    if rates.is_neutral:
+        return []
+    parts = [f"{name} x {factor:.3g}" for name, factor in rates.named.items()]
+    if rates.batch_factor != 1.0 and rates.rule != "none":
+        parts.insert(0, f"rule {rates.rule} for {rates.batch_factor:g} times the first effective batch")
+    return [f"  lr         x {rates.factor:.3g} inside the optimizer's step ({', '.join(parts)})"]
 
 
 def _refusals(steering: Steering, limit: int = 5) -> list[str]:

@@ -35,6 +35,7 @@ from autoprec import (
     ScriptedController,
 )
 from autoprec.layers import set_format
+from autoprec.run_length import EpochPlan, RunLength
 from autoprec.steering import Steering
 from tests.resumed import STOP, TOTAL, Net, Result, Setup, assert_resumes, assert_same_end, assert_same_state
 from tests.small_fits import (
@@ -204,6 +205,23 @@ class Asks(Callback):
             callback_of(trainer).request(Action(precision={"net.4": "int8"}, clip=0.25))
 
 
+class Resizes(Callback):
+    """Says before a batch that the effective batch has changed, and with it the steps that are left."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        steering = callback_of(trainer).steering
+        if trainer.global_step == self.step and steering is not None:
+            steering.learning_rate.set_batch_factor(2.0)
+            steering.learning_rate.set_factor("test", 0.7)
+            steering.learning_rate.set_first_batch(8)
+            steering.learning_rate.set_noise_scale(5.5)
+            before, now = EpochPlan(batches=20), EpochPlan(batches=14)
+            steering.schedules.stretch(RunLength(before=before, now=now, epochs_left=3))
+
+
 class KeepsParts(Callback):
     """What autoprec's objects were made of when each checkpoint was written."""
 
@@ -290,7 +308,9 @@ def keep(setup: Setup, folder: Path) -> Kept:
 
 
 RUNS = {"rule": Setup(rule, data=spiked)}
-RUNS["events"] = Setup(eventful, Eventful, options={"precision": "bf16-mixed"}, others=[lambda: Asks(13)])
+RUNS["events"] = Setup(
+    eventful, Eventful, options={"precision": "bf16-mixed"}, others=[lambda: Asks(13), lambda: Resizes(9)]
+)
 # a window that is measured is skipped in 56; a request waits in 13
 STEPS = [
     *(("rule", step) for step in (1, 13, 21, 36, STOP, 56, 60)),
@@ -331,7 +351,9 @@ def test_no_field_keeps_one_value_through_these_steps(kept: dict[str, Kept]) -> 
 def fields_of(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Fields of the nested states too, but not entries by the name of a unit."""
     for name, value in state.items():
-        if name in ("knobs", "telemetry", "clip", "loss_scale", "guard") and isinstance(value, Mapping):
+        if name in ("knobs", "telemetry", "clip", "loss_scale", "guard", "learning_rate") and isinstance(
+            value, Mapping
+        ):
             yield from fields_of(value)
         else:
             yield name, value
