@@ -88,6 +88,7 @@ class AutoPrecisionCallback(Callback):
         self.history_file = history_file
         self.verbose = verbose
         self._installation = Installation()
+        self._asking = Asking(self.controller, self.plugin)
         self._reset()
 
     def _reset(self) -> None:
@@ -95,6 +96,7 @@ class AutoPrecisionCallback(Callback):
         self._seen_samples = 0
         self._next_script = 0
         self._next_epoch = 0
+        self._asking.end()
         self._asking = Asking(self.controller, self.plugin)
         self._saved_controller: dict[str, Any] | None = None
         self._has_new_policy = False
@@ -212,6 +214,7 @@ class AutoPrecisionCallback(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Gives the Trainer its own plugin back."""
+        self._asking.end()
         self._installation.remove(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -219,6 +222,7 @@ class AutoPrecisionCallback(Callback):
         try:
             self._write_history(trainer)
         finally:
+            self._asking.end()
             self._installation.remove(trainer)
 
     # ---- boundaries ----
@@ -348,7 +352,7 @@ class AutoPrecisionCallback(Callback):
         self._next_script = int(state_dict["next_script"])
         self._next_epoch = int(state_dict["next_epoch"])
         if state_dict["policy"] == self.controller.name:
-            self._saved_controller = dict(state_dict["controller"])
+            self._saved_controller = state_dict["controller"]  # None if it could not be had
         else:
             self._has_new_policy = True
             rank_zero_warn(

@@ -53,6 +53,7 @@ class Steering:
         applied_steps: Optimizer steps taken.
         skipped_steps: Optimizer steps not taken because a gradient was not finite.
         user_skipped_steps: Windows in which ``training_step`` returned no loss.
+        policy_failures: Questions to the policy that got no legal answer.
         is_sampling: Whether the current window is measured in detail for a decision.
         samples: Windows measured in detail so far.
         is_in_step: Whether ``training_step`` is running.
@@ -91,6 +92,7 @@ class Steering:
         self.applied_steps = 0
         self.skipped_steps = 0
         self.user_skipped_steps = 0
+        self.policy_failures = 0
         self.is_sampling = False
         self.samples = 0
         self.backwards = 0
@@ -334,6 +336,7 @@ class Steering:
             "applied_steps": self.applied_steps,
             "skipped_steps": self.skipped_steps,
             "user_skipped_steps": self.user_skipped_steps,
+            "policy_failures": self.policy_failures,
             "skipping_since": self._skipping_since,
             "overflows": dict(self.fallback.overflows),
             "is_sampling": self.is_sampling,
@@ -355,6 +358,7 @@ class Steering:
         check_version(state)
         for name in ("window", "applied_steps", "skipped_steps", "user_skipped_steps", "samples"):
             setattr(self, name, int(state[name]))
+        self.policy_failures = int(state.get("policy_failures", 0))
         self._skipping_since = state["skipping_since"]
         self.fallback.overflows = dict(state["overflows"])
         self.is_sampling = bool(state["is_sampling"])

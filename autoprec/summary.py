@@ -59,8 +59,11 @@ def summarize(steering: Steering, policy: str) -> str:
         lines.append("  loss scale not in use (nothing runs in fp16)")
     lines.append(_clip_line(steering))
     lines += _kernel_lines(steering)
-    for fault in (decision for decision in steering.history if decision.knob == "policy"):
+    faults = [decision for decision in steering.history if decision.knob == "policy"]
+    for fault in faults:
         lines.append(f"  POLICY FAILED in window {fault.step}, what it was asked there did not happen: {fault.reason}")
+    if steering.policy_failures > len(faults):
+        lines.append(f"  POLICY FAILED {steering.policy_failures} times in all")
     for name, count in steering.fallback.overflows.items():
         lines.append(f"  overflow   {name}: {count}")
     lines += _refusals(steering)
