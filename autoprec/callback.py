@@ -138,6 +138,11 @@ class AutoPrecisionCallback(Callback):
         """Threshold on the global norm of the unscaled gradients, ``math.inf`` if clipping is off."""
         return math.inf if self.steering is None else self.steering.knobs.clip
 
+    @property
+    def noise_scale(self) -> tuple[float, float]:
+        """Gradient-noise scale and its standard error in samples, NaN while they are not known."""
+        return (math.nan, math.nan) if self.steering is None else self.steering.telemetry.noise.scale.estimate
+
     def precision_map(self) -> dict[str, str]:
         """Current format of every unit by name; empty before the first fit.
 

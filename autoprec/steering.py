@@ -26,6 +26,7 @@ from autoprec.knobs import Knobs, steered_units
 from autoprec.layers import Runtime, prepare
 from autoprec.loss_scale import LossScale
 from autoprec.manual_scaling import ManualScaling
+from autoprec.noise_probe import batch_rows
 from autoprec.request_queue import RequestQueue
 from autoprec.rescue import Rescue
 from autoprec.saved_state import STATE_VERSION, check_version
@@ -170,6 +171,11 @@ class Steering:
             self.fallback.note_earlier_batch(self._batch)
         self._batch = batch
 
+    @property
+    def batch_rows(self) -> int:
+        """Samples in the newest batch, 0 if not known."""
+        return batch_rows(self._batch)
+
     def _open_window(self) -> None:
         self.apply_pending()
         self._is_window_open = True
@@ -178,6 +184,8 @@ class Steering:
         self.runtime.records.clear()
         self.fallback.begin_window()
         self.runtime.records_all = self.is_sampling
+        # several optimizers, and backwards that the user arranges, have no gradient that is known to be one mean
+        self.telemetry.noise.begin_window(self.is_sampling and self.is_automatic)
         self.backwards = 0
 
     def finish_window(self) -> None:

@@ -25,6 +25,9 @@ def metrics(steering: Steering) -> dict[str, float]:
         values["autoprec/clip_threshold"] = knobs.clip
     if steering.telemetry.norms:
         values["autoprec/grad_norm"] = steering.telemetry.norms[-1]
+    noise_scale, _ = steering.telemetry.noise.scale.estimate
+    if math.isfinite(noise_scale):
+        values["autoprec/noise_scale"] = noise_scale
     return values
 
 
@@ -58,6 +61,10 @@ def summarize(steering: Steering, policy: str) -> str:
     else:
         lines.append("  loss scale not in use (nothing runs in fp16)")
     lines.append(_clip_line(steering))
+    noise_scale, error = steering.telemetry.noise.scale.estimate
+    if math.isfinite(noise_scale):
+        batch = steering.telemetry.noise.effective_batch
+        lines.append(f"  noise      scale {noise_scale:.3g} +- {error:.2g} samples, {batch:g} in a step")
     lines += _kernel_lines(steering)
     faults = [decision for decision in steering.history if decision.knob == "policy"]
     for fault in faults:
