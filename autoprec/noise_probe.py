@@ -42,6 +42,7 @@ class NoiseProbe:
 
     def _begin(self) -> None:
         self._rows: list[int] = []
+        self._samples = 0
         self._early: Tensor | None = None
         self._means: tuple[_Mean, ...] = ()
 
@@ -81,6 +82,7 @@ class NoiseProbe:
             self._means = ()
             return
         sample.mul_(factor)
+        self._samples = sum(rows)
         if self._early is not None and len(self._early) == len(sample) and len(rows) > 1:
             rest = (sample - self._early).div_(len(rows) - 1)
             self._means = _Mean(self._early, rows[0]), _Mean(rest, _rows_behind(rows[1:]))
@@ -94,7 +96,7 @@ class NoiseProbe:
         means, self._means = self._means, ()
         waiting, self._waiting = self._waiting, None  # weights have moved on
         self.is_open = False
-        self.effective_batch = float(sum(self._rows)) if means else math.nan
+        self.effective_batch = float(self._samples) if means else math.nan
         if len(means) == 1 and waiting is not None and len(waiting.sample) == len(means[0].sample):
             means = waiting, means[0]
         elif len(means) == 1 and self._is_sampling:
