@@ -36,11 +36,12 @@ class NoiseProbe:
     def __init__(self) -> None:
         self.scale = NoiseScale()
         self.effective_batch = math.nan
-        self.is_open = False
         self._waiting: _Mean | None = None
-        self._begin()
+        self.close()
 
-    def _begin(self) -> None:
+    def close(self) -> None:
+        """Called when a window has ended."""
+        self.is_open = self._is_sampling = False
         self._rows: list[int] = []
         self._samples = 0
         self._early: Tensor | None = None
@@ -52,9 +53,9 @@ class NoiseProbe:
         Args:
             is_sampling: Whether it is measured for a decision.
         """
+        self.close()
         self._is_sampling = is_sampling
         self.is_open = is_sampling or self._waiting is not None
-        self._begin()
 
     def note_micro_batch(self, rows: int, parameters: Sequence[nn.Parameter], factor: float, is_last: bool) -> None:
         """Called after each backward of a window that is open.
@@ -93,9 +94,8 @@ class NoiseProbe:
         """Called when the step was applied."""
         if not self.is_open:
             return
-        means, self._means = self._means, ()
+        means = self._means
         waiting, self._waiting = self._waiting, None  # weights have moved on
-        self.is_open = False
         self.effective_batch = float(self._samples) if means else math.nan
         if len(means) == 1 and waiting is not None and len(waiting.sample) == len(means[0].sample):
             means = waiting, means[0]
@@ -116,7 +116,7 @@ class NoiseProbe:
         self.effective_batch = float(state["effective_batch"])
         waiting = state["waiting"]
         self._waiting = None if waiting is None else _Mean(**waiting)
-        self.is_open = False
+        self.close()
 
 
 def batch_rows(batch: Any) -> int:

@@ -201,6 +201,8 @@ class Steering:
             self.telemetry.note_outputs(self.runtime.records)
             self.is_sampling = False
             self.samples += 1
+        if self.telemetry.noise.is_open:
+            self.telemetry.noise.close()
         if self.knobs.is_steering:
             self._compilation.look()
             self.knobs.unit_formats.map_limit = self._compilation.map_limit
