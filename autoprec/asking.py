@@ -144,9 +144,9 @@ class Asking:
             with _untouched():
                 if thread is None:
                     return self._answer(question, Exception)
-                # a signal's SystemExit arrives here, so one that is raised in there is the controller's own
+                # what a signal's handler raises arrives here, so whatever is raised in there is the controller's own
                 return thread.ask(lambda: self._answer(question, BaseException))
-        except Exception as error:
+        except (_FailedError, LateAnswerError) as error:
             self._note(name, error)
             return None
         finally:

@@ -62,6 +62,10 @@ class QuestionThread:
         self._questions: queue.SimpleQueue[_Question[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # threads and queues cannot be copied or sent to another process
+        return type(self), (self._name, self._limit_s)
+
     def ask(self, question: Callable[[], T]) -> T:
         """Returns the answer to a question, or raises what it raised.
 

@@ -5,6 +5,8 @@ Time budget: 30 s.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 import signal
 import threading
@@ -139,6 +141,14 @@ def test_a_second_fit_asks_again() -> None:
     assert mine.asked == 2 * asked > 0
 
 
+def test_a_callback_with_a_foreign_controller_can_be_copied_and_sent_to_another_process() -> None:
+    callback = callback_for(Mine())
+    for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+        fit(copied)
+        assert copied.applied_steps == 16
+        assert copied.controller.threads == {"autoprec-policy"}
+
+
 def test_no_thread_after_an_exception_in_fit() -> None:
     def fail(*args: Any) -> None:
         raise OSError("broken")
@@ -252,6 +262,29 @@ def test_interrupt_while_a_controller_thinks() -> None:
         fit(callback)
     assert callback.applied_steps == 3
     assert not rows(callback.history, "policy")
+    hangs.finish()
+
+
+def test_what_a_signal_raises_while_a_controller_thinks_is_the_users() -> None:
+    hangs = Hangs("decide")
+    wait = hangs.decide
+
+    def stop(*args: Any) -> None:
+        raise OSError("stopped by the scheduler")
+
+    def signalled(observation: Any) -> Any:
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGUSR2)
+        return wait(observation)
+
+    hangs.decide = signalled  # type: ignore[method-assign]
+    before = signal.signal(signal.SIGUSR2, stop)
+    try:
+        with pytest.raises(OSError, match="stopped by the scheduler"):
+            fit(callback_for(hangs))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
     hangs.finish()
 
 
