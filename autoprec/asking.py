@@ -1,17 +1,21 @@
 """Asks a controller what it wants; its fault must not end the user's run.
 
-What lives here: the questions, the checks of the answers, and what becomes of an exception. What does not: when a
-question is due and who carries out the answer (``callback``), and what controllers answer (``controller``).
+What lives here: the questions, the checks of the answers, and what becomes of an exception or of no answer. What does
+not: when a question is due and who carries out the answer (``callback``), the thread in which other people's
+controllers answer (``question_thread``), and what controllers answer (``controller``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from autoprec.action import Action
@@ -20,9 +24,16 @@ from autoprec.encoding import decode, encode
 from autoprec.history import Decision
 from autoprec.knobs import Knobs, steered_units
 from autoprec.precision import AutoPrecision
+from autoprec.question_thread import LateAnswerError, QuestionThread
 from autoprec.readings import GlobalReading, UnitReading
 
 T = TypeVar("T")
+
+_QUESTIONS = (
+    *("start", "initial_map", "step_action", "epoch_action"),
+    *("decide", "reasons", "state_dict", "load_state_dict"),
+)
+_LONGEST_REASON = 500
 
 
 class Answer(NamedTuple):
@@ -39,8 +50,23 @@ class Answer(NamedTuple):
     is_move: bool = False
 
 
+class _FailedError(Exception):
+    """Why there is no answer; caused by what the controller raised.
+
+    Attributes:
+        details: What it raised, with its traceback.
+    """
+
+    def __init__(self, reason: str, details: str) -> None:
+        super().__init__(reason)
+        self.details = details
+
+
 class Asking:
-    """Puts questions to a controller; its first exception is recorded and warned of, all of them count as no answer.
+    """Puts questions to a controller. A fault counts as no answer; the first one is recorded and warned of.
+
+    A controller that is not one of autoprec's answers in a thread of its own under a time limit. If it exceeds the
+    limit, it is not asked again, which is recorded and warned of, too.
 
     Args:
         controller: Who is asked.
@@ -52,27 +78,35 @@ class Asking:
     """
 
     def __init__(self, controller: Controller, plugin: AutoPrecision) -> None:
-        self.is_scripted = type(controller).step_action is not Controller.step_action
+        self.is_scripted = getattr(controller.step_action, "__func__", None) is not Controller.step_action
         self._controller = controller
         self._plugin = plugin
         self._has_failed = False
+        limit_s = plugin.settings.config.decision_timeout_s
+        self._thread = QuestionThread("autoprec-policy", limit_s) if is_foreign(controller) else None
+
+    def end(self) -> None:
+        """Ends the controller's thread, if there is one; called when a fit is over."""
+        if self._thread is not None:
+            self._thread.end()
 
     def start(self, knobs: Knobs) -> None:
         """Tells the controller which units there are."""
         units = steered_units(knobs)
-        self._ask(lambda: self._controller.start([u.name for u in units], [knobs.steerable(u) for u in units]))
+        names, legal = [unit.name for unit in units], [knobs.steerable(unit) for unit in units]
+        self._ask("start", lambda: self._controller.start(names, legal))
 
     def first_map(self) -> Action | None:
         """Returns what it wants to begin with."""
-        return self._ask(lambda: Action(precision=self._controller.initial_map()))
+        return self._ask("initial_map", lambda: Action(precision=self._controller.initial_map()))
 
     def for_epoch(self, epoch: int) -> Action | None:
         """Returns what it wants from an epoch on."""
-        return self._ask(lambda: _checked(self._controller.epoch_action(epoch)))
+        return self._ask("epoch_action", lambda: _checked(self._controller.epoch_action(epoch)))
 
     def for_window(self, window: int) -> Action | None:
         """Returns what it wants from a window on."""
-        return self._ask(lambda: _checked(self._controller.step_action(window)))
+        return self._ask("step_action", lambda: _checked(self._controller.step_action(window)))
 
     def decide(self, units: Sequence[UnitReading], run: GlobalReading, masked: Collection[str]) -> Answer:
         """Returns what it decides.
@@ -82,44 +116,114 @@ class Asking:
             run: The run's reading.
             masked: Knobs that cannot be moved.
         """
-        observation = encode(units, run)
-        answer = self._ask(lambda: self._controller.decide(observation))
-        if is_move := answer is not None and not isinstance(answer, Action):
-            moves: Any = answer
-            answer = self._ask(lambda: decode(moves, units, run))
-        reasons = self._ask(lambda: checked_reasons(self._controller.reasons())) or {}
-        return Answer(_without_masked(answer, masked), reasons, is_move)
+        observation = encode(units, run)  # nobody else reads it, so the controller may write to it
 
-    def state(self) -> dict[str, Any]:
-        """Returns the controller's state, as a checkpoint may hold it."""
-        return self._ask(lambda: checked_state(self._controller.state_dict())) or {}
+        def decision() -> Answer:
+            moves: Any = self._controller.decide(observation)
+            is_move = moves is not None and not isinstance(moves, Action)
+            action = decode(moves, units, run) if is_move else _checked(moves)
+            return Answer(_without_masked(action, masked), is_move=is_move)
+
+        answer = self._ask("decide", decision) or Answer(None)
+        reasons = self._ask("reasons", lambda: checked_reasons(self._controller.reasons())) or {}
+        return answer._replace(reasons=reasons)
+
+    def state(self) -> dict[str, Any] | None:
+        """Returns the controller's state, as a checkpoint may hold it; ``None`` if it is not known."""
+        return self._ask("state_dict", lambda: checked_state(self._controller.state_dict()))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Gives the controller the state that a checkpoint held."""
-        self._ask(lambda: self._controller.load_state_dict(state))
+        self._ask("load_state_dict", lambda: self._controller.load_state_dict(state))
 
-    def _ask(self, question: Callable[[], T]) -> T | None:
+    def _ask(self, name: str, question: Callable[[], T]) -> T | None:
+        thread = self._thread
+        if thread is not None and thread.is_abandoned:
+            return None
+        try:
+            with _untouched():
+                if thread is None:
+                    return self._answer(question, Exception)
+                # what a signal's handler raises arrives here, so whatever is raised in there is the controller's own
+                return thread.ask(lambda: self._answer(question, BaseException))
+        except (_FailedError, LateAnswerError) as error:
+            self._note(name, error)
+            return None
+        finally:
+            if self._plugin.steering is None or self._plugin.steering.is_released:
+                self.end()
+
+    def _answer(self, question: Callable[[], T], faults: type[BaseException]) -> T:
+        """Has a question answered where gradients and autocast are off; both belong to a thread."""
         steering = self._plugin.steering
         device_type = "cpu" if steering is None else steering.runtime.device_type
         try:
-            with isolate_rng(), torch.no_grad(), torch.autocast(device_type, enabled=False):
+            with torch.no_grad(), torch.autocast(device_type, enabled=False):
                 return question()
-        except Exception as error:
-            if not self._has_failed:
-                self._has_failed = True
-                reason = f"{type(error).__name__}: {error}"
-                window = 0 if steering is None else steering.window
-                self._plugin.history.append(Decision(window, "policy", None, None, None, None, "refused", reason))
-                rank_zero_warn(
-                    f"autoprec: policy {self._controller.name!r} failed ({reason}); the run goes on without it."
-                )
-            return None
+        except KeyboardInterrupt:
+            raise
+        except faults as error:
+            described = traceback.TracebackException.from_exception(error)
+            raise _FailedError("".join(described.format_exception_only()), "".join(described.format())) from error
+
+    def _note(self, name: str, error: Exception) -> None:
+        is_late = isinstance(error, LateAnswerError)
+        steering = self._plugin.steering
+        if steering is not None:
+            steering.policy_failures += 1
+        if self._has_failed and not is_late:
+            return
+        self._has_failed = True
+        limit_s = self._plugin.settings.config.decision_timeout_s
+        late = f"no answer to `{name}` within {limit_s:g} s, it is not asked again"
+        reason = late if is_late else _shortened(str(error))
+        window = 0 if steering is None else steering.window
+        self._plugin.history.append(Decision(window, "policy", None, None, None, None, "refused", reason))
+        if isinstance(error, _FailedError):
+            rank_zero_info(f"autoprec: policy {self._controller.name!r} raised in `{name}`\n{error.details}")
+        advice = (
+            " Its thread is left behind; should it still draw from a global random generator, the run's numbers change."
+            " `AutoPrecisionConfig(decision_timeout_s=...)` sets the limit."
+        )
+        rank_zero_warn(
+            f"autoprec: policy {self._controller.name!r} failed ({reason}); the run goes on without it."
+            f"{advice if is_late else ''}"
+        )
+
+
+def is_foreign(controller: Controller) -> bool:
+    """Whether code from outside of autoprec answers for a controller."""
+    is_ours = (type(controller).__module__ or "").partition(".")[0] == __name__.partition(".")[0]
+    return not is_ours or any(question in vars(controller) for question in _QUESTIONS)
+
+
+@contextmanager
+def _untouched() -> Iterator[None]:
+    """Has a controller find float32 as the default, and puts back what it might change for everybody."""
+    error, dtype = None, torch.get_default_dtype()
+    with isolate_rng():  # which puts nothing back after an exception
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+    torch.set_default_dtype(dtype)
+    if error is not None:
+        raise error
+
+
+def _shortened(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
 
 
 def _checked(action: Any) -> Action | None:
-    if action is not None and not isinstance(action, Action):
+    """Returns a plain copy, whatever subclass it was."""
+    if action is None:
+        return None
+    if not isinstance(action, Action):
         raise TypeError(f"a policy must return an `autoprec.Action` or None, not {action!r}")
-    return action
+    return Action(**{field.name: getattr(action, field.name) for field in fields(Action)})
 
 
 def _without_masked(action: Action | None, masked: Collection[str]) -> Action | None:

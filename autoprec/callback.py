@@ -88,6 +88,7 @@ class AutoPrecisionCallback(Callback):
         self.history_file = history_file
         self.verbose = verbose
         self._installation = Installation()
+        self._asking = Asking(self.controller, self.plugin)
         self._reset()
 
     def _reset(self) -> None:
@@ -95,6 +96,7 @@ class AutoPrecisionCallback(Callback):
         self._seen_samples = 0
         self._next_script = 0
         self._next_epoch = 0
+        self._asking.end()
         self._asking = Asking(self.controller, self.plugin)
         self._saved_controller: dict[str, Any] | None = None
         self._has_new_policy = False
@@ -135,6 +137,11 @@ class AutoPrecisionCallback(Callback):
     def clip_threshold(self) -> float:
         """Threshold on the global norm of the unscaled gradients, ``math.inf`` if clipping is off."""
         return math.inf if self.steering is None else self.steering.knobs.clip
+
+    @property
+    def noise_scale(self) -> tuple[float, float]:
+        """Gradient-noise scale and its standard error in samples, NaN while they are not known."""
+        return (math.nan, math.nan) if self.steering is None else self.steering.telemetry.noise.scale.estimate
 
     def precision_map(self) -> dict[str, str]:
         """Current format of every unit by name; empty before the first fit.
@@ -214,6 +221,7 @@ class AutoPrecisionCallback(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Gives the Trainer its own plugin back."""
+        self._asking.end()
         self._installation.remove(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -221,6 +229,7 @@ class AutoPrecisionCallback(Callback):
         try:
             self._write_history(trainer)
         finally:
+            self._asking.end()
             self._installation.remove(trainer)
 
     # ---- boundaries ----
@@ -350,7 +359,7 @@ class AutoPrecisionCallback(Callback):
         self._next_script = int(state_dict["next_script"])
         self._next_epoch = int(state_dict["next_epoch"])
         if state_dict["policy"] == self.controller.name:
-            self._saved_controller = dict(state_dict["controller"])
+            self._saved_controller = state_dict["controller"]  # None if it could not be had
         else:
             self._has_new_policy = True
             rank_zero_warn(

@@ -132,6 +132,7 @@ def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float) -> GlobalR
     """
     applied = sum(telemetry.outcomes)
     clipped = list(telemetry.clipped)[-applied:] if applied else []
+    noise_scale, noise_scale_error = telemetry.noise.scale.estimate
     return GlobalReading(
         losses=tuple(telemetry.losses),
         loss_scale=knobs.loss_scale.scale,
@@ -142,6 +143,9 @@ def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float) -> GlobalR
         norms=tuple(telemetry.norms),
         clip_threshold=knobs.clip,
         progress=progress,
+        noise_scale=noise_scale,
+        noise_scale_error=noise_scale_error,
+        effective_batch=telemetry.noise.effective_batch,
         movable=frozenset(_movable(knobs)),
         loss_scale_limits=(knobs.loss_scale.config.floor, knobs.loss_scale.config.cap),
     )

@@ -32,7 +32,8 @@ class Controller(ABC):
 
     A run calls ``start`` once before its first window and asks ``initial_map`` unless it resumes. Before window ``n``
     it asks ``step_action(n)``, before epoch ``m`` ``epoch_action(m)``, and whenever a decision is due ``decide``. All
-    of them must be deterministic, and none may touch a global random generator.
+    of them must be deterministic, and none may touch a global random generator. A controller that is not autoprec's own
+    is asked in another thread and has ``AutoPrecisionConfig.decision_timeout_s`` for each answer.
 
     Attributes:
         name: Short name for records and reports.

@@ -29,6 +29,8 @@ row has no use for is 0, so that one small policy serves every row of every mode
 | ``applied_share`` ``clipped_share`` | of the optimizer steps in the window |
 | ``clip`` ``clip_off`` | log2(threshold / median norm) / 4, and 1 if clipping is off |
 | ``progress`` ``progress_known`` ``batch_size`` | 0 to 1, its flag, log2 / 16 |
+| ``noise_scale`` | log2(gradient-noise scale / samples in a step) / 16 |
+| ``noise_known`` ``noise_error`` | 1 where it is known, and its standard error, relative |
 | ``loss_nonfinite`` ``norm_nonfinite`` | flags of the window |
 | ``pool_*`` | over the units: count (log2 / 8), mean rank by compute, least headroom, most underflow, overflows |
 
@@ -68,7 +70,7 @@ __all__ = [
     "log_steps",
 ]
 
-VERSION = 1
+VERSION = 2
 """Version of the layout of observations and actions. A policy made for another one is refused."""
 
 LIMIT = 10.0
@@ -110,6 +112,7 @@ _GLOBAL_FEATURES = (
     *("loss_fast", "loss_slow", "loss_cv", "loss_nonfinite"),
     *("loss_scale", "loss_scale_trend", "growth_tracker", "applied_share", "clipped_share", "clip", "clip_off"),
     *("norm_cv", "norm_trend", "norm_median", "norm_nonfinite", "progress", "progress_known", "batch_size"),
+    *("noise_scale", "noise_known", "noise_error"),
     *_POOLED,
 )
 FEATURES: tuple[str, ...] = (*_KNOBS, "can_lower", "can_raise", *_UNIT_FEATURES, *_GLOBAL_FEATURES)
@@ -263,8 +266,17 @@ def _global_features(units: Sequence[UnitReading], globals: GlobalReading) -> di
         "progress": globals.progress,
         "progress_known": not math.isnan(globals.progress),
         "batch_size": log2_or_zero(globals.batch_size) / 16.0,
+        **_noise_features(globals),
         **_pooled_features(units),
     }
+
+
+def _noise_features(globals: GlobalReading) -> dict[str, float]:
+    scale, error, batch = globals.noise_scale, globals.noise_scale_error, globals.effective_batch
+    if not 0.0 <= scale < math.inf or not 0.0 < batch < math.inf:
+        return {"noise_scale": 0.0, "noise_known": 0.0, "noise_error": 0.0}
+    bits = math.log2(max(scale / batch, 2.0**-16))  # all samples alike have no noise at all
+    return {"noise_scale": bits / 16.0, "noise_known": 1.0, "noise_error": error / scale if scale else 1.0}
 
 
 def _pooled_features(units: Sequence[UnitReading]) -> dict[str, float]:

@@ -238,6 +238,8 @@ class AutoPrecision(WrappedPrecision):
                 if torch.is_anomaly_enabled() and "returned nan values" in str(error):
                     raise RuntimeError(f"{error} {_ANOMALY}") from error
                 raise
+        if steering.telemetry.noise.is_open:
+            self._stepping.measure_micro_batch()
 
     # ---- step ----
 

@@ -96,6 +96,9 @@ class GlobalReading:
         clip_threshold: Current threshold. ``inf`` if clipping is off.
         progress: Share of the run that is over.
         batch_size: The loader's batch size per rank. 0 if it is not known.
+        noise_scale: Gradient-noise scale in samples.
+        noise_scale_error: Its standard error.
+        effective_batch: Samples behind an optimizer step.
         movable: Which of ``"loss_scale"``, ``"batch_size"`` and ``"clip"`` act here. The others are masked.
         loss_scale_limits: Floor and cap of the loss scale.
     """
@@ -110,6 +113,9 @@ class GlobalReading:
     clip_threshold: float = math.inf
     progress: float = math.nan
     batch_size: int = 0
+    noise_scale: float = math.nan
+    noise_scale_error: float = math.nan
+    effective_batch: float = math.nan
     movable: frozenset[str] = frozenset({"loss_scale", "batch_size", "clip"})
     loss_scale_limits: tuple[float, float] = (0.0, math.inf)
 

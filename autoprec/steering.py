@@ -27,6 +27,7 @@ from autoprec.layers import Runtime, prepare
 from autoprec.learning_rate import LearningRate
 from autoprec.loss_scale import LossScale
 from autoprec.manual_scaling import ManualScaling
+from autoprec.noise_probe import batch_rows
 from autoprec.request_queue import RequestQueue
 from autoprec.rescue import Rescue
 from autoprec.saved_state import STATE_VERSION, check_version
@@ -54,6 +55,7 @@ class Steering:
         applied_steps: Optimizer steps taken.
         skipped_steps: Optimizer steps not taken because a gradient was not finite.
         user_skipped_steps: Windows in which ``training_step`` returned no loss.
+        policy_failures: Questions to the policy that got no legal answer.
         is_sampling: Whether the current window is measured in detail for a decision.
         samples: Windows measured in detail so far.
         is_in_step: Whether ``training_step`` is running.
@@ -93,6 +95,7 @@ class Steering:
         self.applied_steps = 0
         self.skipped_steps = 0
         self.user_skipped_steps = 0
+        self.policy_failures = 0
         self.is_sampling = False
         self.samples = 0
         self.backwards = 0
@@ -171,6 +174,11 @@ class Steering:
             self.fallback.note_earlier_batch(self._batch)
         self._batch = batch
 
+    @property
+    def batch_rows(self) -> int:
+        """Samples in the newest batch, 0 if not known."""
+        return batch_rows(self._batch)
+
     def _open_window(self) -> None:
         self.apply_pending()
         self._is_window_open = True
@@ -179,6 +187,8 @@ class Steering:
         self.runtime.records.clear()
         self.fallback.begin_window()
         self.runtime.records_all = self.is_sampling
+        # several optimizers, and backwards that the user arranges, have no gradient that is known to be one mean
+        self.telemetry.noise.begin_window(self.is_sampling and self.is_automatic)
         self.backwards = 0
 
     def finish_window(self) -> None:
@@ -194,6 +204,8 @@ class Steering:
             self.telemetry.note_outputs(self.runtime.records)
             self.is_sampling = False
             self.samples += 1
+        if self.telemetry.noise.is_open:
+            self.telemetry.noise.close()
         if self.knobs.is_steering:
             self._compilation.look()
             self.knobs.unit_formats.map_limit = self._compilation.map_limit
@@ -337,6 +349,7 @@ class Steering:
             "applied_steps": self.applied_steps,
             "skipped_steps": self.skipped_steps,
             "user_skipped_steps": self.user_skipped_steps,
+            "policy_failures": self.policy_failures,
             "skipping_since": self._skipping_since,
             "overflows": dict(self.fallback.overflows),
             "is_sampling": self.is_sampling,
@@ -359,6 +372,7 @@ class Steering:
         check_version(state)
         for name in ("window", "applied_steps", "skipped_steps", "user_skipped_steps", "samples"):
             setattr(self, name, int(state[name]))
+        self.policy_failures = int(state.get("policy_failures", 0))
         self._skipping_since = state["skipping_since"]
         self.fallback.overflows = dict(state["overflows"])
         self.is_sampling = bool(state["is_sampling"])

@@ -146,6 +146,18 @@ class Stepping:
         else:
             table.materialize()
 
+    def measure_micro_batch(self) -> None:
+        """Called after a backward where the noise scale is being measured."""
+        steering = self._steering
+        factor = steering.knobs.loss_scale.inv_scale * self._parts
+        parameters = list(self._plugin.main_params(self._optimizers[0]))
+        steering.telemetry.noise.note_micro_batch(steering.batch_rows, parameters, factor, is_last=self._is_in_closure)
+
+    @property
+    def _parts(self) -> int:
+        """By how many micro-batches Lightning divides a loss."""
+        return int(self._steering.root.trainer.accumulate_grad_batches)  # type: ignore[union-attr,arg-type]
+
     def rescale(self) -> None:
         """Takes back what the user's clipping between two backwards has unscaled; the step unscales everything."""
         for gradients in self._gradients.values():
@@ -205,7 +217,8 @@ class Stepping:
 
     def _checked_closure(self, optimizer: Any, model: pl.LightningModule, closure: Closure, undo: StepUndo) -> Any:
         steering = self._steering
-        if undo.note_call() > 1:
+        calls = undo.note_call()
+        if calls > 1:
             self._gradients.pop(id(optimizer), None)
         with Expecting(False):
             self._is_in_closure = True
@@ -215,6 +228,8 @@ class Stepping:
                 self._is_in_closure = False
         is_clipped_by_user = id(optimizer) in self._gradients
         gradients = self._unscaled(optimizer, model.trainer)
+        if steering.telemetry.noise.is_open and calls == 1:
+            steering.telemetry.noise.note_step(list(self._plugin.main_params(optimizer)), self._parts)
         if result is None and model.automatic_optimization and not gradients.parameters:
             steering.user_skipped_steps += 1
         call._call_callback_hooks(model.trainer, "on_before_optimizer_step", optimizer)
@@ -264,7 +279,9 @@ class Stepping:
         """Whether nobody looks at the gradients of this very step."""
         if trainer.gradient_clip_val and _is_by_value(trainer.gradient_clip_algorithm):
             return False
-        if self._steering.is_sampling or has_step_hooks(optimizer) or not self._has_torchs_step[id(optimizer)]():
+        if self._steering.is_sampling or self._steering.telemetry.noise.is_open:
+            return False
+        if has_step_hooks(optimizer) or not self._has_torchs_step[id(optimizer)]():
             return False
         # else one product of scale and clip factor would round otherwise than one after the other
         return math.frexp(self._steering.knobs.loss_scale.scale)[0] == 0.5

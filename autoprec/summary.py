@@ -28,6 +28,9 @@ def metrics(steering: Steering) -> dict[str, float]:
         values["autoprec/clip_threshold"] = knobs.clip
     if steering.telemetry.norms:
         values["autoprec/grad_norm"] = steering.telemetry.norms[-1]
+    noise_scale, _ = steering.telemetry.noise.scale.estimate
+    if math.isfinite(noise_scale):
+        values["autoprec/noise_scale"] = noise_scale
     return values
 
 
@@ -62,9 +65,16 @@ def summarize(steering: Steering, policy: str) -> str:
         lines.append("  loss scale not in use (nothing runs in fp16)")
     lines.append(_clip_line(steering))
     lines += _learning_rate_lines(steering.learning_rate)
+    noise_scale, error = steering.telemetry.noise.scale.estimate
+    if math.isfinite(noise_scale):
+        batch = steering.telemetry.noise.effective_batch
+        lines.append(f"  noise      scale {noise_scale:.3g} +- {error:.2g} samples, {batch:g} in a step")
     lines += _kernel_lines(steering)
-    for fault in (decision for decision in steering.history if decision.knob == "policy"):
+    faults = [decision for decision in steering.history if decision.knob == "policy"]
+    for fault in faults:
         lines.append(f"  POLICY FAILED in window {fault.step}, what it was asked there did not happen: {fault.reason}")
+    if steering.policy_failures > len(faults):
+        lines.append(f"  POLICY FAILED {steering.policy_failures} times in all")
     for name, count in steering.fallback.overflows.items():
         lines.append(f"  overflow   {name}: {count}")
     lines += _refusals(steering)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from autoprec.formats import get_format
 from autoprec.layers import Record
+from autoprec.noise_probe import NoiseProbe
 from autoprec.ops import grad_stats
 from autoprec.units import Unit
 
@@ -65,6 +66,9 @@ class Telemetry:
     Args:
         units: All decision units.
         norm_window: How many finite global norms are kept.
+
+    Attributes:
+        noise: Measures the gradient-noise scale.
     """
 
     def __init__(self, units: Sequence[Unit], norm_window: int = WINDOW) -> None:
@@ -75,6 +79,7 @@ class Telemetry:
         self.outcomes: deque[int] = deque(maxlen=WINDOW)  # 1 applied, 0 skipped
         self.clipped: deque[int] = deque(maxlen=WINDOW)
         self._unit_of = {id(p): unit.name for unit in units for p in unit.parameters}
+        self.noise = NoiseProbe()
         self._pending_losses: list[Tensor] = []
         self._pending_norms: deque[tuple[list[str | None], Tensor]] = deque(maxlen=WINDOW)
 
@@ -105,6 +110,7 @@ class Telemetry:
             is_clipped: Whether the clip threshold acted.
             loss_scale: Loss scale of the step.
         """
+        self.noise.note_applied()
         self.norms.append(total)
         self.outcomes.append(1)
         self.clipped.append(int(is_clipped))
@@ -225,7 +231,7 @@ class Telemetry:
         return ordered[middle] if len(ordered) % 2 else 0.5 * (ordered[middle - 1] + ordered[middle])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns primitives only."""
+        """Returns primitives, and a tensor while the noise scale is being measured."""
         self.flush()
         return {
             "losses": list(self.losses),
@@ -233,6 +239,7 @@ class Telemetry:
             "norms": list(self.norms),
             "outcomes": list(self.outcomes),
             "clipped": list(self.clipped),
+            "noise": self.noise.state_dict(),
             "units": {
                 name: {**vars(unit), "norms": list(unit.norms), "act_amax": list(unit.act_amax)}
                 for name, unit in self.units.items()
@@ -245,6 +252,8 @@ class Telemetry:
             window: deque[Any] = getattr(self, name)
             window.clear()
             window.extend(state[name])
+        if "noise" in state:  # not in a checkpoint of an earlier version
+            self.noise.load_state_dict(state["noise"])
         self._pending_losses.clear()
         self._pending_norms.clear()
         for name, values in state["units"].items():

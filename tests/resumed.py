@@ -110,6 +110,13 @@ def assert_same_state(left: AutoPrecisionCallback, right: AutoPrecisionCallback)
     assert left.precision_map() == right.precision_map()
     assert left.loss_scale == right.loss_scale
     assert left.clip_threshold == right.clip_threshold
+    assert noise_pairs(left) == noise_pairs(right)
     assert left.applied_steps == right.applied_steps
     assert left.skipped_steps == right.skipped_steps
     assert list(left.history) == list(right.history)
+
+
+def noise_pairs(callback: AutoPrecisionCallback) -> dict[str, Any]:
+    """What the gradient-noise scale rests on."""
+    assert callback.steering is not None
+    return callback.steering.telemetry.noise.scale.state_dict()

@@ -77,6 +77,9 @@ global_readings = st.builds(
     clip_threshold=numbers,
     progress=numbers,
     batch_size=counts,
+    noise_scale=numbers,
+    noise_scale_error=numbers,
+    effective_batch=numbers,
 )
 models = st.lists(unit_readings, max_size=4)
 
@@ -372,13 +375,23 @@ def test_feature_errors() -> None:
     observation = encode([], RUN)
     with pytest.raises(ValueError, match=re.escape("Did you mean 'grad_headroom'?")):
         feature(observation, "grad_hedroom")
-    with pytest.raises(ValueError, match=f"with 5 columns. Version 1 of the observation has {len(FEATURES)}."):
+    with pytest.raises(ValueError, match=f"with 5 columns. Version 2 of the observation has {len(FEATURES)}."):
         feature(observation[:, :5], "depth")
 
 
-def test_layout_of_version_1() -> None:
+def test_noise_scale_counts_in_units_of_the_effective_batch() -> None:
+    known = replace(RUN, noise_scale=2.0**13, noise_scale_error=2.0**11, effective_batch=32.0)
+    assert one("noise_known", run=known) == 1.0
+    assert one("noise_scale", run=known) == 8 / 16
+    assert one("noise_error", run=known) == 0.25
+    assert one("noise_scale", run=replace(known, noise_scale=0.0)) == -1.0
+    for unknown in (RUN, replace(known, effective_batch=math.nan), replace(known, noise_scale=math.nan)):
+        assert [one(name, run=unknown) for name in ("noise_known", "noise_scale", "noise_error")] == [0.0, 0.0, 0.0]
+
+
+def test_layout_of_version_2() -> None:
     """A change here needs a new ``VERSION``."""
-    assert len(FEATURES) == len(set(FEATURES)) == 68
-    assert zlib.crc32(",".join(FEATURES).encode()) == 0x76B2B9D6
+    assert len(FEATURES) == len(set(FEATURES)) == 71
+    assert zlib.crc32(",".join(FEATURES).encode()) == 0x1CC49A91
     assert list(CLIP_MULTIPLIERS) == [0.5, 1.0, 1.5, 3.0, 8.0, math.inf]
-    assert VERSION == 1
+    assert VERSION == 2

@@ -57,6 +57,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization:UserWarning"),
     # what one run here is made to do
     pytest.mark.filterwarnings("ignore:.training_step. returned .None.:UserWarning"),
+    # and the policy of another
+    pytest.mark.filterwarnings("ignore:autoprec. policy 'scripted' failed:UserWarning"),
     pytest.mark.filterwarnings("ignore:autoprec. 3 steps in a row:UserWarning"),
 ]
 
@@ -189,9 +191,16 @@ class Eventful(Net):
         return optimizers, [{**schedule, "frequency": 2}]
 
 
+class FailsOnce(ScriptedController):
+    """Gives an answer that is none before the second epoch."""
+
+    def epoch_action(self, epoch: int) -> Any:
+        return "nothing" if epoch == 1 else None
+
+
 def eventful() -> AutoPrecisionCallback:
     config = AutoPrecisionConfig(guard=GuardConfig(max_consecutive_skips=3, hold=2))
-    return AutoPrecisionCallback(ScriptedController({2: Action(precision={"net.5": "fp32"})}), config=config)
+    return AutoPrecisionCallback(FailsOnce({2: Action(precision={"net.5": "fp32"})}), config=config)
 
 
 class Asks(Callback):
@@ -257,6 +266,7 @@ NOT_SAVED = {
     "maps": "counts what the compiler of this process has made",
     "_reasons": "of the latest moves, on record already",
     "_saved_controller": "what the file held",
+    "_has_failed": "each process warns of the first fault",
     "kernel_steps": "counted in one process, for its table",
     "copied_layers": "of the latest step, for the table",
     "_stepping": "kernels are prepared and copies made anew; a step has the same bits with them and without",
