@@ -152,6 +152,8 @@ class MaskedAttention(Study):
         options: Those of :class:`Study`.
     """
 
+    PADDING = 128
+
     def __init__(self, width: int = 16, context: int = 24, **options: Any) -> None:
         super().__init__(**options)
         self.embed, self.position = nn.Embedding(129, width), nn.Embedding(context, width)
@@ -160,12 +162,12 @@ class MaskedAttention(Study):
         self.register_buffer("causal", torch.ones(context, context, dtype=torch.bool).tril(), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Maps bytes ``[batch, time]``, 128 for padding, to logits ``[batch, time, 129]``."""
+        """Maps bytes ``[batch, time]`` below 128, or ``PADDING``, to logits ``[batch, time, 129]``."""
         length = tokens.shape[1]
         x = self.embed(tokens) + self.position.weight[:length]
         query, key, value = self.qkv(x).chunk(3, dim=-1)
         scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
-        is_seen = self.causal[:length, :length] & (tokens != 128).unsqueeze(1)  # type: ignore[index]
+        is_seen = self.causal[:length, :length] & (tokens != self.PADDING).unsqueeze(1)  # type: ignore[index]
         scores = scores + (~is_seen).to(scores.dtype) * -1e9
         logits: Tensor = self.head(x + self.project(scores.softmax(-1).to(value.dtype) @ value))
         return logits
@@ -173,36 +175,38 @@ class MaskedAttention(Study):
     def loss(self, batch: Any) -> Tensor:
         """Mean cross entropy of the next byte, padding left out."""
         (tokens,) = batch
-        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=128)
+        return F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=self.PADDING)
 
 
 class Recurrent(Study):
-    """A hand-written ReLU recurrence over an image, four pixels at a time.
+    """A hand-written ReLU recurrence over the rows of an image; its first weights are ``torch.randn``'s.
+
+    Weights of ``1 / sqrt(width)`` would keep the size of the state. These multiply it by about ``sqrt(width / 2)`` with
+    each row.
 
     Args:
         width: Size of the state.
-        std: Standard deviation of the first recurrent weights; about ``1 / sqrt(width)`` would keep the state's size.
         options: Those of :class:`Study`.
     """
 
-    def __init__(self, width: int = 32, std: float = 1.0, **options: Any) -> None:
+    def __init__(self, width: int = 64, **options: Any) -> None:
         super().__init__(**options)
         self.width = width
-        self.read, self.recur = nn.Linear(4, width), nn.Linear(width, width)
+        self.read, self.recur = nn.Linear(8, width), nn.Linear(width, width)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
-        nn.init.normal_(self.recur.weight, std=std)
+        nn.init.normal_(self.recur.weight)
 
     def loss(self, batch: Any) -> Tensor:
         """Mean cross entropy of the last state."""
         images, labels = batch
         state = images.new_zeros(len(images), self.width)
-        for pixels in images.flatten(1).split(4, dim=1):
-            state = F.relu(self.read(pixels) + self.recur(state))
+        for row in images.flatten(1).split(8, dim=1):
+            state = F.relu(self.read(row) + self.recur(state))
         return F.cross_entropy(self.head(self.norm(state)), labels)
 
 
 class MatchingGAN(Study):
-    """A GAN whose generator matches features of the critic (Salimans et al. 2016), with two optimizers.
+    """A GAN whose generator matches second moments of the critic's features (as McGAN does), with two optimizers.
 
     Args:
         noise: Size of the generator's input.
@@ -221,17 +225,24 @@ class MatchingGAN(Study):
 
     def imagine(self, z: Tensor) -> Tensor:
         """Maps noise ``[batch, noise]`` to grey levels ``[batch, 64]``."""
-        return self.generator(z) * self.grey
+        images: Tensor = self.generator(z) * self.grey
+        return images
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """One step of the critic, then one of the generator."""
         images, z = batch
         real, fake = images.flatten(1), self.imagine(z)
-        of_critic, of_generator = self.optimizers()  # type: ignore[misc]
+        optimizers: Any = self.optimizers()
+        of_critic, of_generator = optimizers
         scores = self.critic(self.features(real)), self.critic(self.features(fake.detach()))
         self._step(of_critic, F.softplus(-scores[0]).mean() + F.softplus(scores[1]).mean())
-        apart = self.features(real).mean(0) - self.features(fake).mean(0)
-        self._step(of_generator, (apart * apart).sum())
+        apart = self._moments(real) - self._moments(fake)
+        self._step(of_generator, (apart / self.grey**2).square().sum())
+
+    def _moments(self, images: Tensor) -> Tensor:
+        features = self.features(images)
+        moments: Tensor = features.T @ features / len(images)
+        return moments
 
     def _step(self, optimizer: Any, loss: Tensor) -> None:
         optimizer.zero_grad()
@@ -242,7 +253,8 @@ class MatchingGAN(Study):
         """Mean squared distance of the pixels' means, in units of their variance over real images."""
         images, z = batch
         real, fake = images.flatten(1).float(), self.imagine(z).float()
-        return (real.mean(0) - fake.mean(0)).square().mean() / real.var(0).mean()
+        apart: Tensor = (real.mean(0) - fake.mean(0)).square().mean() / real.var(0).mean()
+        return apart
 
     def configure_optimizers(self) -> Any:
         """One optimizer for the critic with its features, one for the generator."""

@@ -1,4 +1,9 @@
-"""One run of a recipe of the divergence study, what it leaves, and whether it survived."""
+"""One run of a recipe of the divergence study, and what is left of it.
+
+Every run is a real ``Trainer.fit``. The final loss is that of the weights on held-out data in float32 outside the
+Trainer, so that no way of training is judged in its own format; that the Trainer's own validation is finite is noted
+beside it.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +19,11 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from autoprec import AutoPrecisionCallback, NonFiniteTrainingError
+from autoprec import AutoPrecisionCallback
 from benchmarks.convergence_runs import quiet
 from benchmarks.divergence_models import Study
-from benchmarks.divergence_recipes import Recipe
+from benchmarks.divergence_recipes import BATCH_SIZE, Arm, Recipe
+from benchmarks.survival import answers
 
 SCALE = 2.0**16
 """Where GradScaler starts."""
@@ -61,7 +67,7 @@ class Watch(pl.Callback):
         self._before = weights
         if step == self._tail:
             self._at_tail = weights
-        if self._at_tail is not None:
+        elif self._at_tail is not None:
             self.moved_share = float((weights != self._at_tail).float().mean())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -74,7 +80,7 @@ def _flat(module: pl.LightningModule) -> Tensor:
     return torch.cat([parameter.detach().float().flatten() for parameter in module.parameters()])
 
 
-def trainer_options(precision: str) -> dict[str, Any]:
+def precision_options(precision: str) -> dict[str, Any]:
     """Arguments of a Trainer that really runs in a precision; on a CPU Lightning turns 16-mixed into bf16-mixed."""
     if precision == "16-mixed":
         scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
@@ -82,56 +88,59 @@ def trainer_options(precision: str) -> dict[str, Any]:
     return {"precision": precision}
 
 
-def run(recipe: Recipe, arm: str, seed: int) -> dict[str, Any]:
+def run(recipe: Recipe, arm: Arm, seed: int) -> dict[str, Any]:
     """Trains once and returns what JSON can hold.
 
     Args:
         recipe: What is trained.
-        arm: ``fp32``, ``clean``, ``static`` or ``autoprec``.
+        arm: How.
         seed: Seed of the first weights and of the order of the samples.
     """
-    precision = {"static": recipe.static, "autoprec": recipe.autoprec or recipe.static}.get(arm, "32-true")
-    material = recipe.clean if arm == "clean" and recipe.clean is not None else recipe.material
-    train, held_out = material(seed)
+    material = recipe.clean if arm.is_clean and recipe.clean is not None else recipe.material
+    train, held_out = material(recipe.steps * BATCH_SIZE, seed)
     torch.manual_seed(seed)
     module = recipe.module()
     plain = copy.deepcopy(module).eval()
     watch = Watch(recipe.steps)
-    callback = AutoPrecisionCallback(**recipe.settings, verbose=False) if arm == "autoprec" else None
+    callback = AutoPrecisionCallback(**recipe.settings, verbose=False) if arm.is_steered else None
     started = time.process_time()
-    options = {**recipe.options, **trainer_options(precision)}
-    trainer, error = _fit(module, watch, callback, train, held_out, recipe.batch_size, options)
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    undone = getattr(callback, "undone_windows", 0)
-    return {
-        "precision": precision,
+    trainer, error = _fit(module, [watch] if callback is None else [watch, callback], train, held_out, recipe, arm)
+    found = {
         "steps": recipe.steps,
         "final_loss": _finite_or_none(_evaluate(plain, module, held_out)),
         "val_loss": _finite_or_none(watch.val_loss),
         "error": error,
-        "steps_lost": recipe.steps - watch.moved + undone,
+        "steps_lost": recipe.steps - watch.moved,
         "last_moved": watch.last_moved,
         "moved_share": round(watch.moved_share, 4),
+        "largest_weight": _finite_or_none(float(_flat(module).abs().max())),
         "nonfinite_step": watch.nonfinite_step,
         "nonfinite_weights": _nonfinite(module.named_parameters()),
         "nonfinite_buffers": _nonfinite(module.named_buffers()),
-        "loss_scale": None if scaler is None else float(scaler.get_scale()),
-        "skipped_steps": None if callback is None else callback.skipped_steps,
-        "undone_steps": undone,
-        "map": None if callback is None else callback.precision_map(),
-        "decisions": None if callback is None else _decisions(callback),
+        "loss_scale": _loss_scale(trainer),
         "cpu_seconds": round(time.process_time() - started, 1),
+    }
+    return found if callback is None else found | _of_callback(callback, recipe.steps - watch.moved)
+
+
+def _of_callback(callback: AutoPrecisionCallback, steps_lost: int) -> dict[str, Any]:
+    undone = getattr(callback, "undone_windows", 0)
+    return {
+        "steps_lost": steps_lost + undone,
+        "undone_steps": undone,
+        "skipped_steps": callback.skipped_steps,
+        "map": callback.precision_map(),
+        "answers": answers(callback.history),
     }
 
 
+def _loss_scale(trainer: pl.Trainer) -> float | None:
+    scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+    return None if scaler is None else float(scaler.get_scale())
+
+
 def _fit(
-    module: Study,
-    watch: Watch,
-    callback: AutoPrecisionCallback | None,
-    train: Any,
-    held_out: tuple[Tensor, ...],
-    batch_size: int,
-    options: dict[str, Any],
+    module: Study, callbacks: list[Any], train: Any, held_out: tuple[Tensor, ...], recipe: Recipe, arm: Arm
 ) -> tuple[pl.Trainer, str | None]:
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a recipe is meant to go wrong
@@ -140,16 +149,18 @@ def _fit(
             devices=1,
             max_epochs=1,
             num_sanity_val_steps=0,
-            callbacks=[watch, *([] if callback is None else [callback])],
+            callbacks=callbacks,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **options,
+            **recipe.options,
+            **precision_options(arm.precision),
         )
+        whole: Any = [held_out]
         try:
-            trainer.fit(module, DataLoader(train, batch_size=batch_size), DataLoader([held_out], batch_size=None))
-        except (NonFiniteTrainingError, RuntimeError) as stopped:
+            trainer.fit(module, DataLoader(train, batch_size=BATCH_SIZE), DataLoader(whole, batch_size=None))
+        except RuntimeError as stopped:
             return trainer, f"{type(stopped).__name__}: {stopped}"
     return trainer, None
 
@@ -166,12 +177,3 @@ def _nonfinite(tensors: Any) -> list[str]:
 
 def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _decisions(callback: AutoPrecisionCallback) -> list[str]:
-    """What was done in the run, the first of each kind, for the table and for whoever reads the file."""
-    kinds: dict[tuple[Any, ...], str] = {}
-    for one in callback.history:
-        text = f"{one.step}: {one.knob} {one.unit or ''} {one.before} -> {one.applied} ({one.outcome}: {one.reason})"
-        kinds.setdefault((one.knob, one.unit, one.applied if one.knob == "precision" else None), text)
-    return list(kinds.values())
