@@ -29,7 +29,7 @@ import torch
 from autoprec.demo.machine import circumstances
 from benchmarks.convergence import progress
 from benchmarks.divergence_recipes import RECIPES, Recipe
-from benchmarks.divergence_report import describe, figures, last_line, mechanisms, page_block, summarise
+from benchmarks.divergence_report import describe, figures, last_line, page_block, summarise
 from benchmarks.divergence_runs import run
 from benchmarks.docs import put_between
 from benchmarks.report import as_text
@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Makes what is missing, shows two tables, and counts the survivors."""
+    """Makes what is missing, shows what became of each recipe, and counts the survivors."""
     options = parse(arguments)
     torch.set_num_threads(1)
     recipes = [RECIPES[name] for name in options.recipe]
@@ -118,8 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.write_docs:
         write_json(SUMMARY, study)
         put_between(PAGE, BEGIN, END, page_block(study))
-    for table in (figures(study["recipes"]), mechanisms(study["recipes"], FIRST_SEED)):
-        print(as_text(table), end="\n\n")
+    print(as_text(figures(study["recipes"])), end="\n\n")
+    for name, found in study["recipes"].items():
+        print(f"{name}, seed {FIRST_SEED}\n  static: {found['symptoms']}\n  callback: {found['deeds']}")
     print(last_line(study["recipes"]))
 
 

@@ -30,7 +30,7 @@ def summarise(recipe: Recipe, runs: Mapping[str, Sequence[Run]]) -> dict[str, An
             name: {"way": describe(arm), **_of_arm(runs[name], losses, recipe.factor)}
             for name, arm in recipe.arms().items()
         },
-        "symptoms": symptoms(runs["static"][0]),
+        "symptoms": symptoms(runs["static"][0], runs["reference"][0]),
         "deeds": deeds(runs["autoprec"][0]),
         "cpu_seconds": round(sum(run["cpu_seconds"] for arm in runs.values() for run in arm), 1),
     }

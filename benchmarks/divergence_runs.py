@@ -144,6 +144,7 @@ def _fit(
 ) -> tuple[pl.Trainer, str | None]:
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a recipe is meant to go wrong
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # lightning 2.6.6 with torch 2.13
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=1,

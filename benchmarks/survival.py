@@ -34,25 +34,34 @@ def failure(run: Run, reference_loss: float | None, factor: float) -> str | None
     return None if ratio <= factor else f"the final loss is {ratio:.3g} times the reference's"
 
 
-def symptoms(run: Run) -> str:
-    """Returns what can be seen of a run from outside, for the table."""
-    parts = [part for part in (_of_weights(run), _of_buffers(run), _of_scale(run)) if part]
+def symptoms(run: Run, reference: Run) -> str:
+    """Returns what can be seen of a run from outside, for the table.
+
+    Args:
+        run: What ``divergence_runs.run`` returned.
+        reference: The same of the reference.
+    """
+    parts = [part for part in (_of_weights(run, reference), _of_buffers(run), _of_scale(run)) if part]
     if run["error"] is not None:
         parts.append(run["error"].split(".")[0])
     elif run["val_loss"] is None and run["final_loss"] is not None:
         parts.append("validation not finite")
-    return "; ".join(parts) or f"largest weight {run['largest_weight']:.2g}"
+    return "; ".join(parts) or "nothing"
 
 
-def _of_weights(run: Run) -> str:
-    steps, last, share = run["steps"], run["last_moved"], run["moved_share"]
+def _of_weights(run: Run, reference: Run) -> str:
+    last, largest, usual = run["last_moved"], run["largest_weight"], reference["largest_weight"]
     if run["nonfinite_step"] is not None:
         return f"weights not finite from step {run['nonfinite_step']} on"
     if last == 0:
         return "weights never moved"
-    if last < 0.95 * steps:
+    if largest > 100.0 * usual:
+        return f"largest weight {largest:.2g}, {usual:.2g} in the reference"
+    if last < 0.95 * run["steps"]:
         return f"weights last moved in step {last}"
-    return f"in the last tenth of the run {share:.0%} of the weights moved" if share < 0.5 else ""
+    share, others = run["moved_share"], reference["moved_share"]
+    slowed = f"{share:.0%} of the weights moved in the last tenth of the run, {others:.0%} in the reference"
+    return slowed if share < 0.5 * others else ""
 
 
 def _of_buffers(run: Run) -> str:
