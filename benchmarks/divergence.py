@@ -29,7 +29,7 @@ import torch
 from autoprec.demo.machine import circumstances
 from benchmarks.convergence import progress
 from benchmarks.divergence_recipes import RECIPES, Recipe
-from benchmarks.divergence_report import describe, figures, last_line, page_block, summarise
+from benchmarks.divergence_report import figures, last_line, page_block, summarise
 from benchmarks.divergence_runs import run
 from benchmarks.docs import put_between
 from benchmarks.report import as_text
@@ -81,7 +81,7 @@ def train(jobs: Sequence[Job], folder: Path) -> None:
             found = run(recipe, way, seed)
             write_json(
                 run_path(folder, recipe, arm, seed),
-                {"recipe": recipe.name, "arm": arm, "way": describe(way), "seed": seed, **found},
+                {"recipe": recipe.name, "arm": arm, "way": str(way), "seed": seed, **found},
             )
             bar.advance(line, recipe.steps)
 

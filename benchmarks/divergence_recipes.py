@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,11 +41,26 @@ class Arm(NamedTuple):
         precision: That of the Trainer.
         is_steered: Whether the callback is added.
         is_clean: Whether the data are those without what is wrong with them.
+        has_defaults: Whether the callback has its defaults even if the recipe has other settings.
+        clip: The Trainer's ``gradient_clip_val``; ``None`` for the recipe's.
     """
 
     precision: str
     is_steered: bool = False
     is_clean: bool = False
+    has_defaults: bool = False
+    clip: float | None = None
+
+    def __str__(self) -> str:
+        """The arm in words."""
+        parts = [
+            self.precision,
+            *(["callback"] if self.is_steered else []),
+            *(["defaults"] if self.has_defaults else []),
+        ]
+        if self.clip is not None:
+            parts.append(f"clips at {self.clip:g}")
+        return " + ".join([*parts, *(["clean data"] if self.is_clean else [])])
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,7 @@ class Recipe:
         autoprec: Precision of the Trainer that the callback is added to; ``None`` for ``static``.
         settings: Arguments of the callback other than its defaults.
         options: Arguments of every Trainer of the recipe.
-        also: Further arms by name, for comparison.
+        also: Further arms, for comparison.
     """
 
     name: str
@@ -79,15 +94,15 @@ class Recipe:
     autoprec: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    also: Mapping[str, Arm] = field(default_factory=lambda: {"bf16-mixed": Arm("bf16-mixed")})
+    also: Sequence[Arm] = (Arm("bf16-mixed"),)
 
     def arms(self) -> dict[str, Arm]:
-        """Every way of training by name: ``reference``, ``static``, ``autoprec`` and those for comparison."""
+        """Every way of training by name: ``reference``, ``static``, ``autoprec``, and those for comparison in words."""
         return {
             "reference": Arm("32-true", is_clean=self.clean is not None),
             "static": Arm(self.static),
             "autoprec": Arm(self.autoprec or self.static, is_steered=True),
-            **self.also,
+            **{str(arm): arm for arm in self.also},
         }
 
     def identity(self) -> list[Any]:
@@ -163,6 +178,7 @@ def _prototypes() -> Prototypes:
 
 # the forward itself leaves the range of fp16, so that nothing but other formats can validate it
 _CURRENT = {"eval_precision": "current"}
+_CURRENT_OR_NOT = (Arm("bf16-mixed"), Arm("16-mixed", is_steered=True, has_defaults=True))
 
 RECIPES = {
     recipe.name: recipe
@@ -183,6 +199,7 @@ RECIPES = {
             400,
             factor=2.0,
             settings=_CURRENT,
+            also=_CURRENT_OR_NOT,
         ),
         Recipe(
             "large-logits",
@@ -192,6 +209,7 @@ RECIPES = {
             partial(_images, gain=255.0),
             300,
             settings=_CURRENT,
+            also=_CURRENT_OR_NOT,
         ),
         Recipe(
             "bf16-tail",
@@ -202,7 +220,7 @@ RECIPES = {
             _images,
             2000,
             autoprec="bf16-mixed",
-            also={"bf16-mixed": Arm("bf16-mixed"), "bf16-true + callback": Arm("bf16-true", is_steered=True)},
+            also=(Arm("bf16-mixed"), Arm("bf16-true", is_steered=True)),
         ),
         Recipe(
             "batchnorm",
@@ -232,6 +250,7 @@ RECIPES = {
             partial(_padded_lines, context=24),
             300,
             settings=_CURRENT,
+            also=_CURRENT_OR_NOT,
         ),
         Recipe(
             "tiny-loss",
@@ -251,6 +270,7 @@ RECIPES = {
             _images,
             1200,
             settings=_CURRENT,
+            also=_CURRENT_OR_NOT,
             options={"gradient_clip_val": 1.0},
         ),
         Recipe(
@@ -272,7 +292,7 @@ RECIPES = {
             partial(_images, is_bright=_is_batch_40, by=1e6),
             500,
             clean=_images,
-            also={"32-true": Arm("32-true")},
+            also=(Arm("32-true"), Arm("bf16-mixed", clip=1.0)),
         ),
     )
 }

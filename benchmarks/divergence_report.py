@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.divergence_recipes import RECIPES, Arm, Recipe
+from benchmarks.divergence_recipes import RECIPES, Recipe
 from benchmarks.report import Table, as_markdown
 from benchmarks.survival import Run, deeds, failure, symptoms
 
@@ -27,18 +27,12 @@ def summarise(recipe: Recipe, runs: Mapping[str, Sequence[Run]]) -> dict[str, An
         "static": recipe.static,
         "settings": dict(recipe.settings),
         "arms": {
-            name: {"way": describe(arm), **_of_arm(runs[name], losses, recipe.factor)}
-            for name, arm in recipe.arms().items()
+            name: {"way": str(arm), **_of_arm(runs[name], losses, recipe.factor)} for name, arm in recipe.arms().items()
         },
         "symptoms": symptoms(runs["static"][0], runs["reference"][0]),
         "deeds": deeds(runs["autoprec"][0]),
         "cpu_seconds": round(sum(run["cpu_seconds"] for arm in runs.values() for run in arm), 1),
     }
-
-
-def describe(arm: Arm) -> str:
-    """An arm in words."""
-    return arm.precision + (" + callback" if arm.is_steered else "") + (", clean data" if arm.is_clean else "")
 
 
 def _of_arm(runs: Sequence[Run], references: Sequence[float | None], factor: float) -> dict[str, Any]:
@@ -78,7 +72,7 @@ def figures(summaries: Mapping[str, Summary]) -> Table:
     for name, one in summaries.items():
         found = one["arms"]
         cells = [cell for arm in arms for cell in _cells(found[arm], one["steps"])]
-        also = [f"{found[arm]['way']} {_survived(found[arm])}" for arm in found if arm not in ("reference", *arms)]
+        also = [f"{arm} {_survived(found[arm])}" for arm in found if arm not in ("reference", *arms)]
         reference = _median(found["reference"]["final_losses"])
         lines.append([name, one["static"], f"{one['factor']:g}", reference, *cells, ", ".join(also)])
     return Table("Survival over seeds, medians of final losses, steps lost", head, lines)

@@ -102,7 +102,8 @@ def run(recipe: Recipe, arm: Arm, seed: int) -> dict[str, Any]:
     module = recipe.module()
     plain = copy.deepcopy(module).eval()
     watch = Watch(recipe.steps)
-    callback = AutoPrecisionCallback(**recipe.settings, verbose=False) if arm.is_steered else None
+    settings = {} if arm.has_defaults else recipe.settings
+    callback = AutoPrecisionCallback(**settings, verbose=False) if arm.is_steered else None
     started = time.process_time()
     trainer, error = _fit(module, [watch] if callback is None else [watch, callback], train, held_out, recipe, arm)
     found = {
@@ -142,6 +143,7 @@ def _loss_scale(trainer: pl.Trainer) -> float | None:
 def _fit(
     module: Study, callbacks: list[Any], train: Any, held_out: tuple[Tensor, ...], recipe: Recipe, arm: Arm
 ) -> tuple[pl.Trainer, str | None]:
+    clip = {} if arm.clip is None else {"gradient_clip_val": arm.clip}
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a recipe is meant to go wrong
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # lightning 2.6.6 with torch 2.13
@@ -155,7 +157,7 @@ def _fit(
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **recipe.options,
+            **{**recipe.options, **clip},
             **precision_options(arm.precision),
         )
         whole: Any = [held_out]

@@ -164,6 +164,16 @@ def test_runs_with_the_same_seed_share_data_and_first_weights() -> None:
     assert first["final_loss"] != other["final_loss"]
 
 
+def test_an_arm_may_have_defaults_and_a_threshold_of_its_own() -> None:
+    recipe = short("large-logits", 10)
+    ways = {name: run(recipe, arm, 0) for name, arm in recipe.arms().items() if arm.is_steered}
+    assert ways["autoprec"]["final_loss"] == ways["16-mixed + callback + defaults"]["final_loss"]
+    assert ways["autoprec"]["val_loss"] is not None
+    assert ways["16-mixed + callback + defaults"]["val_loss"] is None
+    recipe = short("spike-batch", 42)
+    assert run(recipe, recipe.arms()["bf16-mixed + clips at 1"], 0)["largest_weight"] < 10.0
+
+
 def test_clean_data_are_those_without_the_spike() -> None:
     recipe = short("spike-batch", 42)
     spiked, clean = run(recipe, FP32, 0), run(recipe, recipe.arms()["reference"], 0)
@@ -235,7 +245,7 @@ def test_a_study_leaves_a_file_for_each_run_and_goes_on_where_it_stopped(
     study("--quick")
     first = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"divergence: recipes=2 static_survived=\d autoprec_survived=\d", first)
-    assert made == [("large-logits", 10)] * 4 + [("spike-batch", 10)] * 4
+    assert made == [("large-logits", 10)] * 5 + [("spike-batch", 10)] * 5
     made.clear()
     study("--quick")
     assert made == []
@@ -245,7 +255,7 @@ def test_a_study_leaves_a_file_for_each_run_and_goes_on_where_it_stopped(
     study("--quick", "--recipe", "spike-batch")
     assert made == [("spike-batch", 10)]
     study("--seeds", "2", "--recipe", "large-logits")
-    assert made[1:] == [("large-logits", 11)] * 4
+    assert made[1:] == [("large-logits", 11)] * 5
     summary = json.loads((tmp_path / "divergence.json").read_text())
     assert {"command", "date", "versions", "machine", "source"} <= summary.keys()
     assert summary["seeds"] == [10, 11]
@@ -285,5 +295,9 @@ def test_the_page_says_what_the_last_study_found() -> None:
     for name, found in study["recipes"].items():
         assert (found["steps"], found["factor"]) == (RECIPES[name].steps, RECIPES[name].factor)
         assert all(arm["seeds"] >= divergence.SEEDS for arm in found["arms"].values())
+        also = {name: arm["survived"] == arm["seeds"] for name, arm in found["arms"].items()}
+        assert also.get("bf16-mixed", True)
+        assert also.get("bf16-mixed + clips at 1", True)
+        assert not also.get("32-true", False)
     block = f"{divergence.BEGIN}\n{page_block(study)}\n{divergence.END}"
     assert block in divergence.PAGE.read_text()
