@@ -26,7 +26,7 @@ from autoprec import Decision
 from benchmarks import divergence
 from benchmarks.divergence_models import Perceptron
 from benchmarks.divergence_recipes import RECIPES, Arm, Recipe
-from benchmarks.divergence_report import figures, last_line, page_block, summarise
+from benchmarks.divergence_report import figures, last_line, page_block, summarise, survived_with_defaults
 from benchmarks.divergence_runs import run
 from benchmarks.survival import answers, deeds, failure, symptoms
 
@@ -94,6 +94,15 @@ def test_a_recipe_counts_if_it_survived_with_every_seed() -> None:
     assert summary["arms"]["static"]["survived"] == 1
     assert summary["arms"]["static"]["failures"] == [None, "the final loss is 2 times the reference's"]
     assert last_line({"bf16-tail": summary}) == "divergence: recipes=1 static_survived=0 autoprec_survived=1"
+
+
+@pytest.mark.parametrize(("bare", "count"), [(healthy(), 1), (healthy(val_loss=None), 0)])
+def test_the_page_counts_what_survives_without_settings(bare: dict[str, Any], count: int) -> None:
+    recipe = short("gan", 100)
+    assert survived_with_defaults({"gan": summarise(recipe, dict.fromkeys(recipe.arms(), [healthy()]))}) == 1
+    recipe = short("large-logits", 100)
+    runs = dict.fromkeys(recipe.arms(), [healthy()]) | {"16-mixed + callback + defaults": [bare]}
+    assert survived_with_defaults({"large-logits": summarise(recipe, runs)}) == count
 
 
 @pytest.mark.parametrize(
