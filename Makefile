@@ -7,8 +7,8 @@ STAMPS := build/stamps
 KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(KERNELS)
 
-.PHONY: demo test slow lint types imports check bench bench-quick convergence sanitize triton-aot zoo range-lowest \
-	range-newest range check-all clean
+.PHONY: demo test slow lint types imports check bench bench-quick convergence divergence sanitize triton-aot zoo \
+	range-lowest range-newest range check-all clean
 
 demo: $(READY)
 	$(BIN)/autoprec demo
@@ -41,6 +41,10 @@ bench-quick: $(READY)
 # started again after an interruption, it trains only what is missing
 convergence: $(READY)
 	$(BIN)/python -m benchmarks.convergence
+
+# the same
+divergence: $(READY)
+	$(BIN)/python -m benchmarks.divergence
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py

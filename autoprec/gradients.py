@@ -20,6 +20,8 @@ from autoprec.ops import global_norm, grad_norms, grad_stats, has_kernel, scale_
 _ONE_PASS = {torch.float32, torch.bfloat16, torch.float16}
 # other libraries' tensors may have no memory of their own
 _PLAIN = {Tensor, nn.Parameter}
+ADDED_BY_TORCH = 1e-6
+"""What torch adds to a norm before it divides the threshold by it."""
 _MARGIN = 1e-5  # below the threshold by more than that, clipping changes nothing
 
 
@@ -114,19 +116,20 @@ class Gradients:
         if keeps_norms and self.is_finite and count == len(self.parameters):
             self.norms, self.total = norms, total
 
-    def clip_norm_(self, threshold: float, has_torchs_bits: bool = False) -> None:
+    def clip_norm_(self, threshold: float, has_torchs_bits: bool = False, added: float = ADDED_BY_TORCH) -> None:
         """Scales all gradients so that their global norm does not exceed ``threshold``, by torch's formula.
 
         Args:
             threshold: Largest norm.
             has_torchs_bits: Take the norm once more, as torch takes it: the last bits of the measurement may differ.
+            added: What is added to the norm. Torch's own value makes steps vanish where norms are far below it.
         """
         if self._current is not None and self._current * (1 + _MARGIN) + _MARGIN < threshold:
             return
         is_measured = self._current is not None and not has_torchs_bits
         current = torch.tensor(self._current) if is_measured else global_norm(self.grads())
         self.is_clipped = self.is_clipped or float(current) > threshold
-        coefficient = float(threshold / (current + 1e-6))
+        coefficient = float(threshold / (current + added))
         if coefficient >= 1.0:
             return
         if self.is_private:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from autoprec.bypass import Expecting, StepGuard
 from autoprec.fast_path import FastPath
 from autoprec.fused import FusedStep, TorchsStep, is_fusible
-from autoprec.gradients import Gradients
+from autoprec.gradients import ADDED_BY_TORCH, Gradients
 from autoprec.masks import restrict_for_bypass
 from autoprec.moments import narrow_moments
 from autoprec.onlookers import Onlookers, has_step_hooks
@@ -329,7 +329,9 @@ class Stepping:
             with gradients.foreign_clipping(clip_val):  # torch's own, which works in the dtype of the gradients
                 self._plugin.clip_grad_by_norm(optimizer, clip_val)
         else:
-            gradients.clip_norm_(clip_val, has_torchs_bits=not self._fused)
+            knobs = self._steering.knobs
+            is_own = knobs.threshold.follows_median and clip_val == knobs.clip
+            gradients.clip_norm_(clip_val, not self._fused, 0.0 if is_own else ADDED_BY_TORCH)
 
 
 def _is_by_value(algorithm: Any) -> bool:

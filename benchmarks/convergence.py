@@ -29,7 +29,7 @@ import torch
 
 from autoprec.demo.machine import circumstances
 from benchmarks.convergence_runs import ARMS, CLIP_NORM, POINTS, TASKS, Task, run
-from benchmarks.store import RESULTS, ROOT, digest_of, read_json, source_files, write_json
+from benchmarks.store import RESULTS, ROOT, numerics_digest, read_json, write_json
 from benchmarks.verdicts import paired_difference, verdict
 
 SUMMARY = ROOT / "docs" / "convergence.json"
@@ -39,16 +39,12 @@ PAIRS = {
     "int8_minus_static": ("ours_int8", "bf16_mixed"),
     "bf16_minus_static": ("ours_bf16", "bf16_mixed"),
 }
-_NOT_NUMERICS = ("cli.py", "summary.py", "__main__.py", "_factory.py")
 
 
 @functools.cache
 def source_digest() -> str:
     """Returns a digest of the files that may change what a run computes."""
-    files = source_files(ROOT / "autoprec")
-    kept = [path for path in files if path.name not in _NOT_NUMERICS and path.parent.name != "demo"]
-    kept += [ROOT / "autoprec/demo" / name for name in ("data.py", "models.py")]
-    return digest_of([*kept, ROOT / "benchmarks/convergence_runs.py"], ROOT)
+    return numerics_digest(["convergence_runs.py"])
 
 
 def run_path(folder: Path, task: Task, arm: str, seed: int) -> Path:

@@ -25,12 +25,26 @@ def write_docs(findings: Findings, command: str, page: Path = PAGE) -> None:
     Raises:
         ValueError: If the page has no marks.
     """
+    put_between(page, BEGIN, END, _block(findings, command))
+
+
+def put_between(page: Path, begin: str, end: str, block: str) -> None:
+    """Replaces what stands between two lines of a page.
+
+    Args:
+        page: The page.
+        begin: The line before.
+        end: The line after.
+        block: What stands there from now on.
+
+    Raises:
+        ValueError: If the page does not have both lines.
+    """
     text = page.read_text(encoding="utf-8")
-    pattern = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
+    pattern = re.compile(f"{re.escape(begin)}.*{re.escape(end)}", re.DOTALL)
     if not pattern.search(text):
-        raise ValueError(f"Passed the page `{page}`. It must have the lines `{BEGIN}` and `{END}`.")
-    block = f"{BEGIN}\n{_block(findings, command)}\n{END}"
-    page.write_text(pattern.sub(lambda _: block, text), encoding="utf-8")
+        raise ValueError(f"Passed the page `{page}`. It must have the lines `{begin}` and `{end}`.")
+    page.write_text(pattern.sub(lambda _: f"{begin}\n{block}\n{end}", text), encoding="utf-8")
 
 
 def _block(findings: Findings, command: str) -> str:

@@ -19,6 +19,7 @@ from autoprec.demo.machine import processor_name, version
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+_NOT_NUMERICS = ("cli.py", "summary.py", "__main__.py", "_factory.py")
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,21 @@ def source_digest(root: Path) -> str:
         root: A checkout.
     """
     return digest_of([*source_files(root / "autoprec"), *source_files(root / "benchmarks")], root)
+
+
+def numerics_digest(benchmark: Iterable[str]) -> str:
+    """Returns a digest of the files of autoprec that may change what a training computes, and of a benchmark's own.
+
+    Args:
+        benchmark: Names of files in benchmarks.
+    """
+    kept = [
+        path
+        for path in source_files(ROOT / "autoprec")
+        if path.name not in _NOT_NUMERICS and path.parent.name != "demo"
+    ]
+    kept += [ROOT / "autoprec/demo" / name for name in ("data.py", "models.py")]
+    return digest_of([*kept, *(ROOT / "benchmarks" / name for name in benchmark)], ROOT)
 
 
 def source_files(folder: Path) -> list[Path]:

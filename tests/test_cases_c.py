@@ -372,6 +372,28 @@ def test_c06_half_of_the_steps() -> None:
     assert ", 50% of the last steps clipped" in summarize(ap.steering, "scripted")
 
 
+@pytest.mark.parametrize("is_fused", [True, False], ids=["kernel", "torch"])
+@pytest.mark.parametrize("watchers", [[], [Watch()]], ids=["alone", "with a callback that reads gradients"])
+def test_c06_following_the_median_does_not_depend_on_the_unit_of_the_loss(
+    watchers: list[Callback], is_fused: bool
+) -> None:
+    """Torch adds 1e-6 to a norm before it clips, which is all there is of a norm of 1e-12."""
+
+    def trained(unit: float) -> list[Tensor]:
+        def alternating(net: nn.Module, batch: Tensor, index: int) -> Tensor:
+            return constant(net, batch, index) * unit * (4.0 if index % 8 == 7 else 1.0)
+
+        module = Lin(400, 8, loss=alternating, optimizer=lambda p: torch.optim.SGD(p, lr=2.0**-7 / unit))
+        module.net = copy.deepcopy(net)
+        ap = scripted(config=AutoPrecisionConfig(fused_step=is_fused))
+        cpu(callbacks=[ap, *watchers]).fit(module)
+        assert ap.clip_threshold == pytest.approx(30.0 * unit, rel=1e-5)
+        return weights_of(module)
+
+    net = nn.Linear(4, 1)
+    assert all(map(torch.equal, trained(2.0**-40), trained(1.0)))
+
+
 # ---- c07: half gradients ----
 
 
