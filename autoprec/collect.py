@@ -143,6 +143,7 @@ def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float) -> GlobalR
         norms=tuple(telemetry.norms),
         clip_threshold=knobs.clip,
         progress=progress,
+        loss_change_bits=telemetry.loss_change_bits,
         noise_scale=noise_scale,
         noise_scale_error=noise_scale_error,
         effective_batch=telemetry.noise.effective_batch,

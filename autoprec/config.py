@@ -139,6 +139,8 @@ class RuleConfig:
         settled_cv: Warm-up ends earlier, once the global gradient norm spreads less than this around its mean. 0 for
             never.
         stages: Decisions over which lowering spreads from both ends of the model inwards. 1 for all layers at once.
+        probe_plateaus: Whether all layers go to fp32 for a decision interval when the loss stands still, to see whether
+            precision is what holds it up. It is tried after 4 such decisions, then after 16, 64 and so on.
         accuracy_weight_start: Weight of accuracy against speed when the run begins: ``headroom_bits`` is multiplied by
             it, ``stable_cv`` and the bounds on underflow are divided by it.
         accuracy_weight_end: The same when the run ends; in between it moves with the share of the run that is over.
@@ -149,6 +151,7 @@ class RuleConfig:
     warmup_steps: int = 0
     settled_cv: float = 0.0
     stages: int = 1
+    probe_plateaus: bool = True
     accuracy_weight_start: float = 1.0
     accuracy_weight_end: float = 1.0
 
@@ -159,6 +162,7 @@ class RuleConfig:
         check_int(self, "warmup_steps", minimum=0)
         check_real(self, "settled_cv", lambda v: v >= 0.0, "a float >= 0")
         check_int(self, "stages", minimum=1)
+        check_type(self, "probe_plateaus", bool)
         check_real(self, "accuracy_weight_start", lambda v: 0.0 < v < math.inf, "a finite float > 0")
         check_real(self, "accuracy_weight_end", lambda v: 0.0 < v < math.inf, "a finite float > 0")
 

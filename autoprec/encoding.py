@@ -25,6 +25,8 @@ row has no use for is 0, so that one small policy serves every row of every mode
 | ``nonfinite`` ``held`` ``frozen`` ``emulated`` | flags of the unit |
 | ``loss_fast`` ``loss_slow`` | change of the loss over a quarter and over half of the window, relative, times 10 |
 | ``loss_cv`` ``norm_cv`` ``norm_trend`` ``norm_median`` | of the losses and the global norms, as above; log2 / 16 |
+| ``loss_since_change`` | log2(loss / loss before formats last changed) |
+| ``loss_since_change_known`` | 1 where it is known |
 | ``loss_scale`` ``loss_scale_trend`` ``growth_tracker`` | log2 / 24, its change over the window, ``log_steps`` |
 | ``applied_share`` ``clipped_share`` | of the optimizer steps in the window |
 | ``clip`` ``clip_off`` | log2(threshold / median norm) / 4, and 1 if clipping is off |
@@ -109,7 +111,7 @@ _UNIT_FEATURES = (
 )
 _POOLED = ("pool_units", "pool_rank", "pool_grad_headroom", "pool_act_headroom", "pool_underflow", "pool_overflows")
 _GLOBAL_FEATURES = (
-    *("loss_fast", "loss_slow", "loss_cv", "loss_nonfinite"),
+    *("loss_fast", "loss_slow", "loss_cv", "loss_nonfinite", "loss_since_change", "loss_since_change_known"),
     *("loss_scale", "loss_scale_trend", "growth_tracker", "applied_share", "clipped_share", "clip", "clip_off"),
     *("norm_cv", "norm_trend", "norm_median", "norm_nonfinite", "progress", "progress_known", "batch_size"),
     *("noise_scale", "noise_known", "noise_error"),
@@ -252,6 +254,8 @@ def _global_features(units: Sequence[UnitReading], globals: GlobalReading) -> di
         "loss_slow": 10.0 * relative_change(losses, max(losses.size // 2, 1)),
         "loss_cv": spread(losses),
         "loss_nonfinite": losses.size < len(globals.losses),
+        "loss_since_change": globals.loss_change_bits,
+        "loss_since_change_known": not math.isnan(globals.loss_change_bits),
         "loss_scale": log2_or_zero(globals.loss_scale) / 24.0,
         "loss_scale_trend": drift_bits(globals.loss_scale_history) / 24.0,
         "growth_tracker": log_steps(globals.growth_tracker),

@@ -96,6 +96,7 @@ class GlobalReading:
         clip_threshold: Current threshold. ``inf`` if clipping is off.
         progress: Share of the run that is over.
         batch_size: The loader's batch size per rank. 0 if it is not known.
+        loss_change_bits: log2 of the loss over that before formats last changed.
         noise_scale: Gradient-noise scale in samples.
         noise_scale_error: Its standard error.
         effective_batch: Samples behind an optimizer step.
@@ -113,6 +114,7 @@ class GlobalReading:
     clip_threshold: float = math.inf
     progress: float = math.nan
     batch_size: int = 0
+    loss_change_bits: float = math.nan
     noise_scale: float = math.nan
     noise_scale_error: float = math.nan
     effective_batch: float = math.nan

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from autoprec.config import AutoPrecisionConfig
 from autoprec.controller import Controller
 from autoprec.encoding import HEADROOM_BITS, READINGS, Observation, feature, log_steps
+from autoprec.plateau import PlateauProbe
 
 _MIN_READINGS = 8
 _MAX_DOUBLINGS = 6
@@ -51,6 +52,9 @@ class RuleController(Controller):
     by it. It moves from ``accuracy_weight_start`` to ``accuracy_weight_end`` with the share of the run that is over,
     where that is known.
 
+    **Plateaus.** When the loss stands still, all units go to fp32 for a decision interval; those without which the loss
+    is higher stay there (:class:`~autoprec.plateau.PlateauProbe`).
+
     **Hysteresis.** The bounds for lowering are stricter than those for raising. A unit that the rule has raised stays
     for ``guard.hold`` applied steps, and twice as long after each further raise, up to 64 times.
 
@@ -80,6 +84,7 @@ class RuleController(Controller):
         self._raises: dict[str, int] = {}
         self._is_warm = self.config.rule.warmup_steps == 0
         self._stage = 0
+        self._plateau = PlateauProbe()
         self._weight = self.config.rule.accuracy_weight_start
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:
@@ -108,8 +113,10 @@ class RuleController(Controller):
         units = observation[is_unit]
         names = self._names if len(self._names) == len(units) else tuple(map(str, range(len(units))))
         self._weight = self._accuracy_weight(observation)
+        trial = self._plateau.look(names, units) if self.config.rule.probe_plateaus else None
         raised = self._should_raise(units)
         lowered = self._should_lower(units) & self._has_waited(units, names) & ~raised & self._has_its_turn(observation)
+        lowered &= self._plateau.may_lower(names)
         for name in np.asarray(names, dtype=object)[raised]:
             self._raises[name] = self._raises.get(name, 0) + 1
         self._reasons = {
@@ -117,6 +124,11 @@ class RuleController(Controller):
             for name, row, is_raised, is_lowered in zip(names, units, raised, lowered, strict=True)
             if is_raised or is_lowered
         }
+        if trial is not None:
+            tried = (feature(units, "can_raise") == 1) & ~raised
+            self._reasons.update(dict.fromkeys(np.asarray(names, dtype=object)[tried], trial))
+            raised = raised | tried
+            lowered &= ~tried
         moves[is_unit] = raised.astype(np.int64) - lowered.astype(np.int64)
         is_loosened = _should_loosen_clip(observation)
         moves[is_loosened] = 1
@@ -151,7 +163,12 @@ class RuleController(Controller):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how often each unit was raised, and how far lowering has come."""
-        return {"raises": dict(self._raises), "is_warm": self._is_warm, "stage": self._stage}
+        return {
+            "raises": dict(self._raises),
+            "is_warm": self._is_warm,
+            "stage": self._stage,
+            "plateau": self._plateau.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what ``state_dict`` returned.
@@ -162,6 +179,8 @@ class RuleController(Controller):
         self._raises = {str(name): int(count) for name, count in state["raises"].items()}
         self._is_warm = bool(state.get("is_warm", True))
         self._stage = int(state.get("stage", self.config.rule.stages))
+        if "plateau" in state:
+            self._plateau.load_state_dict(state["plateau"])
 
     def _accuracy_weight(self, observation: Observation) -> float:
         first, last = self.config.rule.accuracy_weight_start, self.config.rule.accuracy_weight_end

@@ -110,6 +110,7 @@ class Steering:
         self._batch: Any = None
         self._effects_at_entry = (0, 0)
         self._is_window_open = False
+        self._seen_changes = self.knobs.changes
         self._has_stepped = False
         self._has_counted = False
         self._found_inf = False
@@ -181,6 +182,9 @@ class Steering:
 
     def _open_window(self) -> None:
         self.apply_pending()
+        if self.knobs.changes != self._seen_changes:
+            self._seen_changes = self.knobs.changes
+            self.telemetry.note_new_formats()
         self._is_window_open = True
         if self._shadow is not None:
             self._shadow.refresh()

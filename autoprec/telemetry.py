@@ -23,6 +23,8 @@ from autoprec.ops import grad_stats
 from autoprec.units import Unit
 
 WINDOW = 64
+LEVEL = 32  # losses in what counts as the level of the loss
+FEWEST = 8
 
 
 def _window() -> deque[float]:
@@ -78,6 +80,8 @@ class Telemetry:
         self.norms: deque[float] = deque(maxlen=norm_window)
         self.outcomes: deque[int] = deque(maxlen=WINDOW)  # 1 applied, 0 skipped
         self.clipped: deque[int] = deque(maxlen=WINDOW)
+        self._loss_at_change = math.nan
+        self._losses_since_change = 0
         self._unit_of = {id(p): unit.name for unit in units for p in unit.parameters}
         self.noise = NoiseProbe()
         self._pending_losses: list[Tensor] = []
@@ -204,9 +208,7 @@ class Telemetry:
 
     def flush(self) -> None:
         """Reads what is still on the device; called when a decision or a checkpoint is due."""
-        if self._pending_losses:
-            self.losses.extend(torch.stack(self._pending_losses).tolist())
-            self._pending_losses.clear()
+        self._flush_losses()
         for names, norms in self._pending_norms:
             squares: dict[str, float] = {}
             for name, norm in zip(names, norms.tolist(), strict=True):
@@ -215,6 +217,24 @@ class Telemetry:
             for name, square in squares.items():
                 self.units[name].norms.append(math.sqrt(square))
         self._pending_norms.clear()
+
+    def _flush_losses(self) -> None:
+        if self._pending_losses:
+            self.losses.extend(torch.stack(self._pending_losses).tolist())
+            self._losses_since_change += len(self._pending_losses)
+            self._pending_losses.clear()
+
+    def note_new_formats(self) -> None:
+        """Keeps the level of the loss, to be compared with what follows; called when formats have changed."""
+        self._flush_losses()
+        self._loss_at_change, self._losses_since_change = _level(list(self.losses)[-LEVEL:]), 0
+
+    @property
+    def loss_change_bits(self) -> float:
+        """log2 of the loss now over that before formats last changed; NaN if one is not known or not > 0."""
+        level = _level(list(self.losses)[-min(LEVEL, self._losses_since_change) :])
+        is_known = self._losses_since_change >= FEWEST and level > 0.0 and self._loss_at_change > 0.0
+        return math.log2(level / self._loss_at_change) if is_known else math.nan
 
     def start_window(self) -> None:
         """Forgets the counts of events that the last decision has seen."""
@@ -235,6 +255,8 @@ class Telemetry:
         self.flush()
         return {
             "losses": list(self.losses),
+            "loss_at_change": self._loss_at_change,
+            "losses_since_change": self._losses_since_change,
             "loss_scales": list(self.loss_scales),
             "norms": list(self.norms),
             "outcomes": list(self.outcomes),
@@ -254,12 +276,19 @@ class Telemetry:
             window.extend(state[name])
         if "noise" in state:  # not in a checkpoint of an earlier version
             self.noise.load_state_dict(state["noise"])
+        self._loss_at_change = float(state.get("loss_at_change", math.nan))
+        self._losses_since_change = int(state.get("losses_since_change", 0))
         self._pending_losses.clear()
         self._pending_norms.clear()
         for name, values in state["units"].items():
             if name in self.units:
                 windows = {key: deque(values[key], maxlen=WINDOW) for key in ("norms", "act_amax")}
                 self.units[name] = UnitTelemetry(**{**values, **windows})
+
+
+def _level(losses: Sequence[float]) -> float:
+    known = [loss for loss in losses if math.isfinite(loss)]
+    return sum(known) / len(known) if len(known) >= FEWEST else math.nan
 
 
 def _smallest_weight(format_name: str) -> float:
