@@ -92,5 +92,5 @@ class Recovery:
             root.trainer.profiler.stop("optimizer_step")
 
     def _size_that_follows(self) -> str:
-        sizes = [decision.applied for decision in self._steering.history if decision.knob == "batch_size"]
-        return f"batches of {sizes[-1]}" if sizes else "a smaller batch size"
+        decision = self._steering.history.last("batch_size")
+        return "a smaller batch size" if decision is None else f"batches of {decision.applied}"
