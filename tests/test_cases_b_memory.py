@@ -713,6 +713,7 @@ def test_b07_the_plugin_alone_recovers_as_well() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You are using the .dataloader_iter. step flavor")
+@pytest.mark.filterwarnings("ignore:Found .dataloader_iter. argument")
 def test_b07_batches_drawn_in_the_step_count_without_rows() -> None:
     class Draws(Task):
         def training_step(self, dataloader_iter: Any) -> Any:
