@@ -716,7 +716,7 @@ def test_b07_the_plugin_alone_recovers_as_well() -> None:
 @pytest.mark.filterwarnings("ignore:Found .dataloader_iter. argument")
 def test_b07_batches_drawn_in_the_step_count_without_rows() -> None:
     class Draws(Task):
-        def training_step(self, dataloader_iter: Any) -> Any:
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
             batch, _, _ = next(dataloader_iter)
             return squares(self.net, batch, 0)
 
@@ -756,7 +756,7 @@ class Resizes(Lowers):
         self.sizes.append(len(batch))
         if self.steering.applied_steps > self.applied:
             self.applied, self.proven = self.steering.applied_steps, max(self.proven, len(batch))
-        number = trainer.current_epoch * trainer.num_training_batches + batch_idx  # type: ignore[operator]
+        number = trainer.current_epoch * trainer.num_training_batches + batch_idx
         self.sampler.batch_size = self.raises.get(int(number), self.sampler.batch_size)
 
 

@@ -245,11 +245,12 @@ Early.__module__ = "elsewhere"
 def broken(undo: StepUndo, optimizer: torch.optim.Optimizer, is_in_closure: bool) -> bool:
     """Leaves a step by an error, inside its closure or after an update; returns whether it was taken back."""
 
-    def closure() -> None:
+    def closure() -> float:
         undo.note_call()
         if is_in_closure:
             raise MemoryError
         undo.is_in_closure = False
+        return 0.0
 
     def closure_then_update() -> Any:
         optimizer.step(closure)
