@@ -124,6 +124,16 @@ class AutoPrecisionCallback(Callback):
         return 0 if self.steering is None else self.steering.skipped_steps
 
     @property
+    def lost_windows(self) -> int:
+        """Windows in which memory ran out, so that no step was attempted."""
+        return 0 if self.steering is None else self.steering.lost_windows
+
+    @property
+    def lost_samples(self) -> int:
+        """Samples that did not train because memory ran out."""
+        return 0 if self.steering is None else self.steering.lost_samples
+
+    @property
     def loss_scale(self) -> float:
         """Current loss scale, 1.0 if none is in use."""
         return 1.0 if self.steering is None else self.steering.knobs.loss_scale.scale

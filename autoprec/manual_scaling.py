@@ -46,6 +46,10 @@ class ManualScaling:
         if not self._is_automatic:
             self._marks.mark(parameters, self._loss_scale.scale)
 
+    def forget(self) -> None:
+        """Forgets all gradients; called where they were let go of without a step."""
+        self._marks = ScaleMarks()
+
     def take_bare(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Returns the parameters whose gradients come from a backward that scaled no loss; warns once.
 

@@ -27,6 +27,7 @@ from autoprec.config import AutoPrecisionConfig
 from autoprec.history import History
 from autoprec.masks import check_rule, clip_of, masks_of, restrict_for_lbfgs
 from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
+from autoprec.recovery import Recovery
 from autoprec.regions import evaluation_region, formats_region, recomputation_region
 from autoprec.retry import StepRetry
 from autoprec.saved_state import STATE_VERSION, check_version
@@ -77,6 +78,7 @@ class AutoPrecision(WrappedPrecision):
         self.base = check_base(base or Precision())
         self.precision = self.base.precision
         self.steering: Steering | None = None
+        self._recovery: Recovery | None = None
         self._retry: StepRetry | None = None
         self._stepping: Stepping | None = None
         self._is_in_batch: Callable[[], bool] = bool
@@ -96,8 +98,8 @@ class AutoPrecision(WrappedPrecision):
             if self.initial_formats:
                 self.steering.apply(Action(precision=self.initial_formats), "initial formats")
                 self.steering.requests.warn_of_unknown_names()
-            if "precision" not in self.steering.knobs.masked:
-                self._retry = StepRetry(trainer.strategy, self.steering.prepare_retry)
+            self._recovery = Recovery(self.steering)
+            self._retry = StepRetry(trainer.strategy, self._recovery)
         return module
 
     def _steering_of(self, root: pl.LightningModule, trainer: pl.Trainer) -> Steering:
@@ -118,13 +120,13 @@ class AutoPrecision(WrappedPrecision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         """Takes hold of optimizers and schedules once they exist."""
         steering = self._active  # `model` may be wrapped by the strategy here
-        if steering is not None:
+        if steering is not None and self._recovery is not None:
             if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
                 restrict_for_lbfgs(steering.knobs)
             check_rule(steering.config.batch.learning_rate, optimizers)
             steering.learning_rate.attach(optimizers)
             steering.schedules.attach(lr_schedulers, steering.is_automatic, self._is_in_batch, self._is_last_batch)
-            self._stepping = Stepping(self, steering, optimizers)
+            self._stepping = Stepping(self, steering, optimizers, self._recovery)
         return self.base.connect(model, optimizers, lr_schedulers)
 
     def teardown(self) -> None:
@@ -136,7 +138,7 @@ class AutoPrecision(WrappedPrecision):
         """Ends the steering of a fit; may be called at any time, also twice. What was decided stays readable."""
         if self._retry is not None:
             self._retry.remove()
-            self._retry = None
+            self._retry = self._recovery = None
         if self._stepping is not None:
             self._stepping.release()
             self._stepping = None

@@ -7,7 +7,7 @@ the end of a window (``request_queue``), and the question when a decision is due
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +27,7 @@ from autoprec.layers import Runtime, prepare
 from autoprec.learning_rate import LearningRate
 from autoprec.loss_scale import LossScale
 from autoprec.manual_scaling import ManualScaling
+from autoprec.memory_errors import free_memory, rows_of
 from autoprec.noise_probe import batch_rows
 from autoprec.request_queue import RequestQueue
 from autoprec.rescue import Rescue
@@ -56,6 +57,12 @@ class Steering:
         skipped_steps: Optimizer steps not taken because a gradient was not finite.
         user_skipped_steps: Windows in which ``training_step`` returned no loss.
         policy_failures: Questions to the policy that got no legal answer.
+        lost_windows: Windows in which memory ran out, so that no step was attempted.
+        lost_samples: Rows of the batches in them, the rest of an accumulation included, and of batches under manual
+            optimization that were left after a step.
+        lower_batch_size: Called with the rows of a batch that did not fit; returns whether there was a smaller size to
+            go to. ``None`` where nobody can lower it: then an out-of-memory error ends the run.
+        is_lost: Whether the current window is lost to memory.
         is_sampling: Whether the current window is measured in detail for a decision.
         samples: Windows measured in detail so far.
         is_in_step: Whether ``training_step`` is running.
@@ -96,6 +103,10 @@ class Steering:
         self.skipped_steps = 0
         self.user_skipped_steps = 0
         self.policy_failures = 0
+        self.lost_windows = 0
+        self.lost_samples = 0
+        self.lower_batch_size: Callable[[int], bool] | None = None
+        self.is_lost = False
         self.is_sampling = False
         self.samples = 0
         self.backwards = 0
@@ -108,6 +119,9 @@ class Steering:
         self._root: nn.Module | None = root
         self._shadow: BufferShadow | None = BufferShadow(root)
         self._batch: Any = None
+        self._running: Any = None  # the batch of the latest micro-batch
+        self._earlier_rows = 0  # of the micro-batches before it in its window
+        self._should_free = False
         self._effects_at_entry = (0, 0)
         self._is_window_open = False
         self._seen_changes = self.knobs.changes
@@ -150,7 +164,8 @@ class Steering:
         for unit in self.knobs.units.values():
             unit.states.clear()
         self._rescue.end_trial()
-        self._root = self._shadow = self._batch = None
+        self._root = self._shadow = self._batch = self._running = None
+        self.lower_batch_size = None
 
     # ---- windows ----
 
@@ -162,8 +177,11 @@ class Steering:
     def begin_step(self) -> None:
         """Called before each micro-batch; the first one opens a window."""
         self.finish_window()
-        if not self._is_window_open:
+        if self._is_window_open:
+            self._earlier_rows += rows_of(self._running)
+        else:
             self._open_window()
+        self._running = self._batch
         self._effects_at_entry = self._effects
         if self.trial is not None:
             self.trial.forget_graphs()
@@ -171,7 +189,10 @@ class Steering:
     def note_batch(self, batch: Any) -> None:
         """Keeps the newest batch until its window ends: where its data are not finite, no layer is to blame."""
         self.finish_window()
-        if self._is_window_open:
+        if self._should_free:  # only now nobody holds what did not fit
+            self._should_free = False
+            free_memory(self.runtime.device_type)
+        if self._is_window_open and self._batch is not None:
             self.fallback.note_earlier_batch(self._batch)
         self._batch = batch
 
@@ -193,14 +214,14 @@ class Steering:
         self.runtime.records_all = self.is_sampling
         # several optimizers, and backwards that the user arranges, have no gradient that is known to be one mean
         self.telemetry.noise.begin_window(self.is_sampling and self.is_automatic)
-        self.backwards = 0
+        self.backwards = self._earlier_rows = 0
 
     def finish_window(self) -> None:
         """Closes the window if a step was attempted: loss scale, guard, telemetry. Safe to call at any time."""
         if not self._has_stepped:
             return
         is_located = self._found_inf and self.fallback.located() is not None
-        self._batch = None
+        self._batch = self._running = None
         # an overflow in the forward is answered by its unit; a smaller scale would only cost small gradients
         if self._has_counted and not is_located and not self._follows_trainer:
             self.knobs.move_loss_scale(self._found_inf, self.window + 1)
@@ -213,10 +234,13 @@ class Steering:
         if self.knobs.is_steering:
             self._compilation.look()
             self.knobs.unit_formats.map_limit = self._compilation.map_limit
+        is_untried = self.is_lost and self.trial is not None
         self._rescue.finish_window(self.window + 1, self.applied_steps)
+        if is_untried:
+            self._rescue.start_trial()
         self.runtime.records.clear()
         self.window += 1
-        self._has_stepped = self._has_counted = self._found_inf = self._is_window_open = False
+        self._has_stepped = self._has_counted = self._found_inf = self._is_window_open = self.is_lost = False
         if self.knobs.threshold.follows_median:  # else the median, which sorts, is not needed
             self.knobs.threshold.follow(self.telemetry.median_norm, len(self.telemetry.norms), self.window)
 
@@ -282,6 +306,44 @@ class Steering:
         if self._shadow is not None:
             self._shadow.restore()
         return True
+
+    # ---- windows lost to memory ----
+
+    @property
+    def rows(self) -> int:
+        """Rows of the newest batch; 0 where it holds no tensor, or is not known."""
+        return rows_of(self._batch)
+
+    def note_lost_rows(self) -> int:
+        """Counts the samples of a window up to now as lost; returns how many there are."""
+        samples = self._earlier_rows + self.rows
+        self.lost_samples += samples
+        self._earlier_rows = 0
+        self._batch = self._running = None
+        return samples
+
+    def lose_window(self) -> int:
+        """Gives the window up, with everything that its forwards and backwards have written but weights.
+
+        Loss scale, guard, and the measurements that decisions rest on stay as they are. Steps that were taken in this
+        window before, under manual optimization, count.
+
+        Returns:
+            The samples that are lost.
+        """
+        if not self._has_counted:
+            self.lost_windows += 1
+            self.telemetry.drop_losses(self.backwards)
+        self.is_lost = self._should_free = True
+        self._has_stepped = not self.is_automatic  # else the window ends with Lightning's own step
+        self.manual_scaling.forget()
+        if self._shadow is not None:
+            self._shadow.restore()
+        if self.trial is not None:
+            self.trial.forget_graphs()
+        self.runtime.records.clear()
+        self.fallback.begin_window()
+        return self.note_lost_rows()
 
     # ---- steps ----
 
@@ -354,6 +416,8 @@ class Steering:
             "skipped_steps": self.skipped_steps,
             "user_skipped_steps": self.user_skipped_steps,
             "policy_failures": self.policy_failures,
+            "lost_windows": self.lost_windows,
+            "lost_samples": self.lost_samples,
             "skipping_since": self._skipping_since,
             "overflows": dict(self.fallback.overflows),
             "is_sampling": self.is_sampling,
@@ -377,6 +441,8 @@ class Steering:
         for name in ("window", "applied_steps", "skipped_steps", "user_skipped_steps", "samples"):
             setattr(self, name, int(state[name]))
         self.policy_failures = int(state.get("policy_failures", 0))
+        for name in ("lost_windows", "lost_samples"):
+            setattr(self, name, int(state.get(name, 0)))
         self._skipping_since = state["skipping_since"]
         self.fallback.overflows = dict(state["overflows"])
         self.is_sampling = bool(state["is_sampling"])
@@ -390,4 +456,4 @@ class Steering:
         self.knobs.load_state_dict(state["knobs"])
         self._rescue.end_trial()
         self._rescue.start_trial()
-        self._is_window_open = self._has_stepped = self._has_counted = self._found_inf = False
+        self._is_window_open = self._has_stepped = self._has_counted = self._found_inf = self.is_lost = False

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,8 +29,10 @@ from autoprec.fast_path import FastPath
 from autoprec.fused import FusedStep, TorchsStep, is_fusible
 from autoprec.gradients import ADDED_BY_TORCH, Gradients
 from autoprec.masks import restrict_for_bypass
+from autoprec.memory_errors import is_out_of_memory
 from autoprec.moments import narrow_moments
 from autoprec.onlookers import Onlookers, has_step_hooks
+from autoprec.recovery import Recovery
 from autoprec.steering import Steering
 from autoprec.undo import StepUndo
 
@@ -39,7 +43,7 @@ class _StepSkipped(Exception):
     """Leaves ``optimizer.step`` from inside its closure, before anything was updated."""
 
     def __init__(self, result: Any) -> None:
-        super().__init__("the step is skipped: a gradient is not finite")
+        super().__init__("the step is skipped: a gradient is not finite, or the window is lost")
         self.result = result
 
 
@@ -50,9 +54,12 @@ class Stepping:
         plugin: The precision plugin in whose name steps are taken.
         steering: State of the fit.
         optimizers: All optimizers of the Trainer.
+        recovery: Decides what happens when memory runs out.
     """
 
-    def __init__(self, plugin: Precision, steering: Steering, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, plugin: Precision, steering: Steering, optimizers: Sequence[Optimizer], recovery: Recovery
+    ) -> None:
         root = steering.root
         assert isinstance(root, pl.LightningModule)
         trainer = root.trainer
@@ -76,6 +83,8 @@ class Stepping:
             for key, fused_step in self._fused.items():
                 fused_step.moments = moments.get(key)
         self._fast_path: FastPath | None = None
+        self._recovery = recovery
+        recovery.drop_gradients = self.drop_gradients
 
     def release(self) -> None:
         """Ends everything that lasts as long as a fit."""
@@ -164,6 +173,16 @@ class Stepping:
             self._steering.manual_scaling.note_rescaled(gradients.rescale_(self._steering.knobs.loss_scale.scale))
         self._gradients.clear()
 
+    def drop_gradients(self) -> None:
+        """Lets go of all gradients, wherever they are, and of what holds the graph."""
+        self._gradients.clear()
+        self._latest = None
+        if self._fast_path is not None:  # its layers are taken back before the next step, when the graph is gone
+            self._fast_path.table.clear()
+        groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
+        for parameter in itertools.chain(self._steering.root.parameters(), *groups):
+            parameter.grad = None
+
     # ---- step ----
 
     def take(self, optimizer: Any, model: pl.LightningModule, closure: Closure, **kwargs: Any) -> Any:
@@ -173,8 +192,10 @@ class Stepping:
         updated anything yet. An optimizer that calls its closure again after an update is put back to where it was.
         """
         steering = self._steering
+        if steering.is_lost:  # an earlier micro-batch did not fit, and this one does not run
+            return self._end_lost_window(optimizer, closure())
         fused = self._fused.get(id(optimizer))
-        undo = StepUndo(optimizer)
+        undo, outer = StepUndo(optimizer), sys.exc_info()[1]
         wrapped = functools.partial(self._checked_closure, optimizer, model, closure, undo)
         rates = steering.learning_rate
         try:
@@ -185,11 +206,17 @@ class Stepping:
                     result = rates.take(optimizer, wrapped, **kwargs)
         except _StepSkipped as skip:
             undo.restore()
+            if steering.is_lost:
+                return self._end_lost_window(optimizer, skip.result)
             steering.schedules.note(optimizer, is_skipped=True)
             gradients = self._gradients.pop(id(optimizer), None)
             steering.on_skipped(gradients, _index(model.trainer, optimizer))
             self._forget(gradients)
             return skip.result
+        except Exception as error:
+            if not is_out_of_memory(error, outer) or not self._goes_on_after(error, outer, undo):
+                raise
+            return self._end_lost_window(optimizer, None)
         undo.learn()
         if fused is not None and fused.updated:
             steering.kernel_steps += 1
@@ -205,6 +232,22 @@ class Stepping:
         else:
             steering.on_applied(gradients, _index(model.trainer, optimizer))
         self._forget(gradients)
+        return result
+
+    def _goes_on_after(self, error: Exception, outer: BaseException | None, undo: StepUndo) -> bool:
+        """Whether the run goes on after memory ran out in ``optimizer.step``."""
+        is_automatic = self._steering.is_automatic
+        if is_automatic and undo.is_in_closure:
+            return False  # it was asked where it was raised
+        is_undone = undo.take_back()
+        self._recovery.note_broken_step(is_undone)
+        # under manual optimization the training step, which called this, is left as a whole
+        return is_undone and is_automatic and self._recovery.lose_window(error, outer)
+
+    def _end_lost_window(self, optimizer: Any, result: Any) -> Any:
+        """Ends a window that was lost to memory, without a step."""
+        self._steering.schedules.note(optimizer, is_skipped=True)
+        self._steering.on_empty()
         return result
 
     def _forget(self, gradients: Gradients | None) -> None:
@@ -226,6 +269,26 @@ class Stepping:
                 result = closure()
             finally:
                 self._is_in_closure = False
+        if not steering.is_lost:
+            self._get_ready(optimizer, model, result)
+        if steering.is_lost:
+            raise _StepSkipped(result)
+        undo.is_in_closure = False
+        return result
+
+    def _get_ready(self, optimizer: Any, model: pl.LightningModule, result: Any) -> None:
+        """Prepares the update, which follows; nothing was written yet."""
+        outer = sys.exc_info()[1]
+        try:
+            self._check(optimizer, model, result)
+        except Exception as error:
+            is_ours = model.automatic_optimization and is_out_of_memory(error, outer)
+            if not is_ours or not self._recovery.lose_window(error, outer):
+                raise
+
+    def _check(self, optimizer: Any, model: pl.LightningModule, result: Any) -> None:
+        """Unscales, lets hooks run, clips, and leaves the step if a gradient is not finite."""
+        steering = self._steering
         is_clipped_by_user = id(optimizer) in self._gradients
         gradients = self._unscaled(optimizer, model.trainer)
         if steering.telemetry.noise.is_open and calls == 1:
@@ -244,7 +307,6 @@ class Stepping:
         if steering.is_sampling and gradients.parameters:
             steering.sample(gradients)
         self._arm(optimizer, gradients)
-        return result
 
     def _arm(self, optimizer: Any, gradients: Gradients) -> None:
         """Lets the kernel take the step, if it can."""

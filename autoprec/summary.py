@@ -24,6 +24,8 @@ def metrics(steering: Steering) -> dict[str, float]:
     }
     if steering.learning_rate.factor != 1.0:
         values["autoprec/lr_factor"] = steering.learning_rate.factor
+    if steering.lost_windows:
+        values["autoprec/lost_windows"] = float(steering.lost_windows)
     if math.isfinite(knobs.clip):
         values["autoprec/clip_threshold"] = knobs.clip
     if steering.telemetry.norms:
@@ -57,6 +59,11 @@ def summarize(steering: Steering, policy: str) -> str:
     if steering.user_skipped_steps:
         skipped += f", {steering.user_skipped_steps} without a loss"
     lines.append(skipped)
+    if steering.lost_samples or steering.lost_windows:
+        lines.append(
+            f"  memory     {steering.lost_windows} windows were lost to out-of-memory errors, with"
+            f" {steering.lost_samples} samples"
+        )
     if steering.skipped_steps and not steering.applied_steps:
         lines.append("  NO STEP WAS APPLIED: the weights are those that training started with")
     if knobs.loss_scale.enabled:

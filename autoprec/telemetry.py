@@ -102,6 +102,18 @@ class Telemetry:
         del self._pending_losses[:-WINDOW]
         return kept
 
+    def drop_losses(self, count: int) -> None:
+        """Forgets the newest losses: their window was lost.
+
+        Args:
+            count: How many.
+        """
+        for _ in range(count):
+            if self._pending_losses:
+                self._pending_losses.pop()
+            elif self.losses:
+                self.losses.pop()
+
     def note_applied(
         self, parameters: Sequence[nn.Parameter], norms: Tensor, total: float, is_clipped: bool, loss_scale: float
     ) -> None:

@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from autoprec.memory_errors import is_out_of_memory
 from autoprec.replaced import Replaced
 
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.complex32: torch.complex64}
@@ -70,11 +71,13 @@ class Trial(TorchFunctionMode):
 
     def _repaired(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, error: Exception) -> Any:
         lows = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dtype in _WIDE]
-        if not lows or isinstance(error, torch.OutOfMemoryError):
+        if not lows or is_out_of_memory(error, error.__context__):
             raise error
         try:
             result = self._repeat(func, args, kwargs)
-        except (RuntimeError, TypeError, ValueError, AssertionError):
+        except (RuntimeError, TypeError, ValueError, AssertionError) as second:
+            if is_out_of_memory(second, error):  # wider formats need more
+                raise
             raise error from None
         self._blame(lows, f"`{name}` fails in {lows[0].dtype}: {_first_line(error)}")
         return result

@@ -24,11 +24,15 @@ class StepUndo:
 
     Args:
         optimizer: The optimizer about to step.
+
+    Attributes:
+        is_in_closure: Whether the closure was entered and not left by its end.
     """
 
     def __init__(self, optimizer: Any) -> None:
         cls = type(optimizer)
         self._optimizer = optimizer
+        self.is_in_closure = False
         self._calls = 0
         self._has_written = False
         self._is_foreign = isinstance(optimizer, Optimizer) and (
@@ -49,6 +53,7 @@ class StepUndo:
             The calls so far, this one included.
         """
         self._calls += 1
+        self.is_in_closure = True
         if self._is_foreign and (self._calls > 1 or self._read_versions() != self._versions):
             self._has_written = True
             _writes_early[type(self._optimizer)] = True
@@ -70,7 +75,23 @@ class StepUndo:
                 " weights before its closure, which it did not do in the steps before. From now on it will be."
             )
             return
-        weights, state = self._copies
+        self._put_back(*self._copies)
+
+    def take_back(self) -> bool:
+        """Called when memory ran out in the step, wherever that was.
+
+        Returns:
+            Whether weights and state are what they were. From the first update on nobody knows what was written, so
+            that only copies help.
+        """
+        if self.is_in_closure and not self._has_written:
+            return True
+        if self._copies is None:
+            return False
+        self._put_back(*self._copies)
+        return True
+
+    def _put_back(self, weights: list[Tensor], state: Any) -> None:
         with torch.no_grad():
             for parameter, value in zip(self._parameters(), weights, strict=True):
                 parameter.copy_(value)
