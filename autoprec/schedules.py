@@ -185,7 +185,6 @@ class ScheduleHold:
             return "its `step` is replaced on the instance"
         if registers_subclasses(type(held.scheduler)):
             return "its class runs code when it is extended (`__init_subclass__`)"
-        holds = self._is_on
 
         def make(base_step: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(base_step)
@@ -193,7 +192,7 @@ class ScheduleHold:
                 if not is_in_batch():
                     return base_step(scheduler, *args, **kwargs)
                 held.is_stepwise = held.is_stepwise or not is_last_batch()
-                if holds and held.should_hold():
+                if held.should_hold():
                     return None
                 if args or kwargs:  # a position of the user's own
                     return base_step(scheduler, *args, **kwargs)

@@ -148,6 +148,14 @@ def test_b04_several_changes() -> None:
     assert changed.last == plain.last
 
 
+def test_b04_what_is_owed_at_a_change_is_paid_after_it() -> None:
+    """16 calls over 6, then two thirds of a call are owed after the first of them."""
+    run = of(one_cycle, 24, epochs=3)
+    changed, _ = run.fit(Change(1, accumulate=3), Change(1, 3, accumulate=1))
+    assert changed.positions[88] == 8 + 2
+    assert changed.positions[192] == 24
+
+
 def test_b04_and_back_again() -> None:
     run = of(cosine, 24, epochs=3)
     changed, ap = run.fit(Change(1, bs=4), Change(2, bs=8))
