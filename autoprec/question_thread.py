@@ -8,10 +8,13 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+_SLICE_S = 0.1
 
 
 class LateAnswerError(Exception):
@@ -85,13 +88,14 @@ class QuestionThread:
                 self._thread = threading.Thread(target=_run, args=(self._questions,), name=self._name, daemon=True)
                 self._thread.start()
             self._questions.put(asked)
-            is_answered = asked.is_answered.wait(min(self._limit_s, threading.TIMEOUT_MAX))
+            deadline = time.monotonic() + self._limit_s
+            # a signal that comes just before a wait does not end it, so that Ctrl-C would have to wait, too
+            while not asked.is_answered.wait(min(_SLICE_S, max(deadline - time.monotonic(), 0.0))):
+                if time.monotonic() >= deadline:
+                    raise LateAnswerError
         except BaseException:
             self._abandon()
             raise
-        if not is_answered:
-            self._abandon()
-            raise LateAnswerError
         answer: T = asked.take()
         return answer
 

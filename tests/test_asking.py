@@ -143,7 +143,8 @@ def test_a_second_fit_asks_again() -> None:
 
 def test_a_callback_with_a_foreign_controller_can_be_copied_and_sent_to_another_process() -> None:
     callback = callback_for(Mine())
-    for copied in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):
+    copies: list[Any] = [copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))]
+    for copied in copies:
         fit(copied)
         assert copied.applied_steps == 16
         assert copied.controller.threads == {"autoprec-policy"}
