@@ -6,17 +6,13 @@ What does not live here: what becomes of the window in which one is raised (``st
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import re
 import traceback
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from lightning.pytorch.utilities.memory import garbage_collection_cuda
-from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 # what torch, its backends and the libraries below them say; words of users about memory must not match
 _WORDS = re.compile(
@@ -97,25 +93,3 @@ def free_memory(device_type: str) -> None:
         empty_cache = getattr(getattr(torch, device_type, None), "empty_cache", None)
         if empty_cache is not None:
             empty_cache()
-
-
-def rows_of(batch: Any) -> int:
-    """Returns the size of the first dimension of the first tensor in a batch, 0 if it holds none.
-
-    Args:
-        batch: Any nesting of tensors.
-    """
-    pending = [batch]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Tensor):
-            return int(value.shape[0]) if value.ndim else 1
-        if isinstance(value, PackedSequence):
-            return int(value.batch_sizes[0])
-        if isinstance(value, Mapping):
-            pending.extend(reversed(list(value.values())))
-        elif isinstance(value, (list, tuple)):
-            pending.extend(reversed(value))
-        elif dataclasses.is_dataclass(value):
-            pending.extend(getattr(value, field.name) for field in reversed(dataclasses.fields(value)))
-    return 0

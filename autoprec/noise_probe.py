@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -117,24 +116,6 @@ class NoiseProbe:
         waiting = state["waiting"]
         self._waiting = None if waiting is None else _Mean(**waiting)
         self.close()
-
-
-def batch_rows(batch: Any) -> int:
-    """Returns the samples in a batch, which is the first dimension of its first tensor; 0 if there is none.
-
-    Args:
-        batch: A tensor, or mappings, lists, tuples and dataclasses of tensors.
-    """
-    if isinstance(batch, Tensor):
-        return int(batch.shape[0]) if batch.ndim else 0
-    values: Sequence[Any] = ()
-    if isinstance(batch, Mapping):
-        values = list(batch.values())
-    elif isinstance(batch, (list, tuple)):
-        values = batch
-    elif is_dataclass(batch):
-        values = [getattr(batch, field.name, None) for field in fields(batch)]
-    return next((rows for value in values if (rows := batch_rows(value))), 0)
 
 
 def _rows_behind(rows: Sequence[int]) -> float:

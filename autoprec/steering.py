@@ -16,6 +16,7 @@ from torch import nn
 
 from autoprec.action import Action
 from autoprec.base import Base
+from autoprec.batches import rows_of
 from autoprec.buffers import BufferShadow
 from autoprec.compilation import CompilationWatch
 from autoprec.config import AutoPrecisionConfig
@@ -27,8 +28,7 @@ from autoprec.layers import Runtime, prepare
 from autoprec.learning_rate import LearningRate
 from autoprec.loss_scale import LossScale
 from autoprec.manual_scaling import ManualScaling
-from autoprec.memory_errors import free_memory, rows_of
-from autoprec.noise_probe import batch_rows
+from autoprec.memory_errors import free_memory
 from autoprec.request_queue import RequestQueue
 from autoprec.rescue import Rescue
 from autoprec.saved_state import STATE_VERSION, check_version
@@ -197,9 +197,9 @@ class Steering:
         self._batch = batch
 
     @property
-    def batch_rows(self) -> int:
-        """Samples in the newest batch, 0 if not known."""
-        return batch_rows(self._batch)
+    def rows(self) -> int:
+        """Samples in the newest batch, 0 if they are not known."""
+        return rows_of(self._batch)
 
     def _open_window(self) -> None:
         self.apply_pending()
@@ -308,11 +308,6 @@ class Steering:
         return True
 
     # ---- windows lost to memory ----
-
-    @property
-    def rows(self) -> int:
-        """Rows of the newest batch; 0 where it holds no tensor, or is not known."""
-        return rows_of(self._batch)
 
     def note_lost_rows(self) -> int:
         """Counts the samples of a window up to now as lost; returns how many there are."""

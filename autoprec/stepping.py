@@ -160,7 +160,7 @@ class Stepping:
         steering = self._steering
         factor = steering.knobs.loss_scale.inv_scale * self._parts
         parameters = list(self._plugin.main_params(self._optimizers[0]))
-        steering.telemetry.noise.note_micro_batch(steering.batch_rows, parameters, factor, is_last=self._is_in_closure)
+        steering.telemetry.noise.note_micro_batch(steering.rows, parameters, factor, is_last=self._is_in_closure)
 
     @property
     def _parts(self) -> int:
@@ -270,28 +270,28 @@ class Stepping:
             finally:
                 self._is_in_closure = False
         if not steering.is_lost:
-            self._get_ready(optimizer, model, result)
+            self._get_ready(optimizer, model, result, is_first_call=calls == 1)
         if steering.is_lost:
             raise _StepSkipped(result)
         undo.is_in_closure = False
         return result
 
-    def _get_ready(self, optimizer: Any, model: pl.LightningModule, result: Any) -> None:
+    def _get_ready(self, optimizer: Any, model: pl.LightningModule, result: Any, is_first_call: bool) -> None:
         """Prepares the update, which follows; nothing was written yet."""
         outer = sys.exc_info()[1]
         try:
-            self._check(optimizer, model, result)
+            self._check(optimizer, model, result, is_first_call)
         except Exception as error:
             is_ours = model.automatic_optimization and is_out_of_memory(error, outer)
             if not is_ours or not self._recovery.lose_window(error, outer):
                 raise
 
-    def _check(self, optimizer: Any, model: pl.LightningModule, result: Any) -> None:
+    def _check(self, optimizer: Any, model: pl.LightningModule, result: Any, is_first_call: bool) -> None:
         """Unscales, lets hooks run, clips, and leaves the step if a gradient is not finite."""
         steering = self._steering
         is_clipped_by_user = id(optimizer) in self._gradients
         gradients = self._unscaled(optimizer, model.trainer)
-        if steering.telemetry.noise.is_open and calls == 1:
+        if steering.telemetry.noise.is_open and is_first_call:
             steering.telemetry.noise.note_step(list(self._plugin.main_params(optimizer)), self._parts)
         if result is None and model.automatic_optimization and not gradients.parameters:
             steering.user_skipped_steps += 1

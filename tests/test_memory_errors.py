@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from autoprec.memory_errors import is_out_of_memory, let_go, rows_of
+from autoprec.batches import rows_of
+from autoprec.memory_errors import is_out_of_memory, let_go
 from autoprec.undo import StepUndo
 
 WORDINGS = [
@@ -218,7 +219,9 @@ class Batch:
         (UserDict(x=torch.ones(2, 4)), 2),
         (Batch("a", torch.ones(7, 4)), 7),
         (pack_sequence([torch.ones(3, 2), torch.ones(1, 2)], enforce_sorted=False), 2),
-        (torch.tensor(1.0), 1),
+        (torch.tensor(1.0), 0),
+        ([torch.tensor(1.0), torch.ones(5)], 5),
+        (Batch, 0),
         (["a", "b"], 0),
         (None, 0),
     ],

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from autoprec import Action, AutoPrecisionCallback, Controller, RuleController, ScriptedController, noise_scale
 from autoprec.encoding import feature
-from autoprec.noise_probe import NoiseProbe, batch_rows
+from autoprec.noise_probe import NoiseProbe
 from autoprec.noise_scale import PAIRS, NoiseScale, gradient_sample
 from tests.resumed import Setup, assert_resumes, noise_pairs
 from tests.small_fits import Plain, assert_identical, loader, outcome, quiet, seed
@@ -145,24 +145,6 @@ class Pair(NamedTuple):
 class Held:
     name: str
     x: Tensor
-
-
-@pytest.mark.parametrize(
-    ("batch", "rows"),
-    [
-        (torch.zeros(3, 2), 3),
-        ([torch.tensor(1.0), torch.zeros(5)], 5),
-        ({"name": "a", "x": [torch.zeros(4, 1)]}, 4),
-        (Pair("a", torch.zeros(6)), 6),
-        (Held("a", torch.zeros(7)), 7),
-        (("a", 3), 0),
-        (None, 0),
-        (Held, 0),
-        (torch.tensor(1.0), 0),
-    ],
-)
-def test_samples_in_a_batch(batch: Any, rows: int) -> None:
-    assert batch_rows(batch) == rows
 
 
 # ---- in a run ----
