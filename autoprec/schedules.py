@@ -84,6 +84,10 @@ class ScheduleHold:
                 held.attempted += 1
                 held.skipped += is_skipped
 
+    def held(self) -> list[Any]:
+        """The schedules that miss a call for a skipped step."""
+        return [held.scheduler for held in self._held]
+
     def state(self) -> list[tuple[int, int]]:
         """Returns primitives only."""
         return [(held.attempted, held.skipped) for held in self._held]

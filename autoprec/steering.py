@@ -53,6 +53,11 @@ class Steering:
         applied_steps: Optimizer steps taken.
         skipped_steps: Optimizer steps not taken because a gradient was not finite.
         user_skipped_steps: Windows in which ``training_step`` returned no loss.
+        undone_windows: Applied steps that a return to a copy of the run has undone; ``applied_steps`` counts them no
+            more.
+        rollbacks: How often the run went back.
+        copies: What copies of the run there were at the end, for the table.
+        has_skipped: Whether a step was skipped since somebody looked at the weights.
         is_sampling: Whether the current window is measured in detail for a decision.
         samples: Windows measured in detail so far.
         is_in_step: Whether ``training_step`` is running.
@@ -91,6 +96,10 @@ class Steering:
         self.applied_steps = 0
         self.skipped_steps = 0
         self.user_skipped_steps = 0
+        self.undone_windows = 0
+        self.rollbacks = 0
+        self.copies = ""
+        self.has_skipped = False
         self.is_sampling = False
         self.samples = 0
         self.backwards = 0
@@ -311,6 +320,7 @@ class Steering:
         if self._follows_trainer:
             self.knobs.loss_scale.update(found_inf=True)
         self.skipped_steps += 1
+        self.has_skipped = True
         if self._skipping_since is None:
             self._skipping_since = self.window
         self.telemetry.note_skipped()
@@ -321,6 +331,19 @@ class Steering:
                 " could not be put back."
             )
         self.fallback.on_skipped(gradients, self.window, self.applied_steps, self.skipped_steps, self._batch, optimizer)
+
+    def go_back(self, applied_steps: int, telemetry: Mapping[str, Any]) -> None:
+        """Counts the steps that a return to a copy of the run undoes; the caller has put weights and optimizers back.
+
+        Args:
+            applied_steps: Those of the copy.
+            telemetry: What ``Telemetry.copies`` returned then.
+        """
+        self.undone_windows += self.applied_steps - applied_steps
+        self.applied_steps = applied_steps
+        self.telemetry.go_back(telemetry)
+        self.knobs.guard.forget_skips()
+        self.knobs.unit_formats.go_back(applied_steps)
 
     # ---- state ----
 
@@ -334,6 +357,8 @@ class Steering:
             "applied_steps": self.applied_steps,
             "skipped_steps": self.skipped_steps,
             "user_skipped_steps": self.user_skipped_steps,
+            "undone_windows": self.undone_windows,
+            "rollbacks": self.rollbacks,
             "skipping_since": self._skipping_since,
             "overflows": dict(self.fallback.overflows),
             "is_sampling": self.is_sampling,
@@ -355,6 +380,8 @@ class Steering:
         check_version(state)
         for name in ("window", "applied_steps", "skipped_steps", "user_skipped_steps", "samples"):
             setattr(self, name, int(state[name]))
+        for name in ("undone_windows", "rollbacks"):
+            setattr(self, name, int(state.get(name, 0)))
         self._skipping_since = state["skipping_since"]
         self.fallback.overflows = dict(state["overflows"])
         self.is_sampling = bool(state["is_sampling"])

@@ -50,6 +50,8 @@ def summarize(steering: Steering, policy: str) -> str:
     skipped = f"  steps      {steering.applied_steps} applied, {steering.skipped_steps} skipped as non-finite"
     if steering.user_skipped_steps:
         skipped += f", {steering.user_skipped_steps} without a loss"
+    if steering.undone_windows:
+        skipped += f", {steering.undone_windows} undone"
     lines.append(skipped)
     if steering.skipped_steps and not steering.applied_steps:
         lines.append("  NO STEP WAS APPLIED: the weights are those that training started with")
@@ -58,6 +60,9 @@ def summarize(steering: Steering, policy: str) -> str:
     else:
         lines.append("  loss scale not in use (nothing runs in fp16)")
     lines.append(_clip_line(steering))
+    if steering.copies:
+        count = f"{steering.rollbacks} rollback{'' if steering.rollbacks == 1 else 's'}"
+        lines.append(f"  rollback   {steering.copies}, {count}")
     lines += _kernel_lines(steering)
     for fault in (decision for decision in steering.history if decision.knob == "policy"):
         lines.append(f"  POLICY FAILED in window {fault.step}, what it was asked there did not happen: {fault.reason}")

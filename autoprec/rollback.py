@@ -1,0 +1,409 @@
+"""The last level of the guard: takes copies of a healthy run, and goes back to one when nothing else helps.
+
+What lives here: when a copy is taken, what makes the run go back, and what follows. What does not: what a copy consists
+of and where it is kept (``live_state``, ``snapshots``), and when a loss is too high (``loss_watch``).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from autoprec.guard import DivergedTrainingError, NonFiniteTrainingError
+from autoprec.history import Decision
+from autoprec.live_state import LiveState
+from autoprec.loss_watch import LossWatch
+from autoprec.packing import Packer
+from autoprec.snapshots import Snapshot, SnapshotRing
+from autoprec.steering import Steering
+
+# losses that are read from the device at once
+_LOSSES_AT_ONCE = 16
+_NOT_PRECISION = (
+    "It went wrong in fp32 as well: this is not a precision problem. Look at the learning rate, the data and the loss."
+)
+_MAYBE_PRECISION = "See whether it trains in fp32: `Trainer(precision='32-true')`, or 'precision' among the `knobs`."
+
+
+class _Trouble(NamedTuple):
+    """Why the run has to go back.
+
+    Attributes:
+        cause: In words.
+        error: What to raise if it cannot.
+        where: The first offending layer or tensor.
+        needs_progress: Whether going back helps only if steps were applied since the copy.
+    """
+
+    cause: str
+    error: type[RuntimeError]
+    where: str
+    needs_progress: bool = True
+
+
+class Rollback:
+    """Copies of one fit and the way back to them.
+
+    Args:
+        steering: State of the fit.
+        optimizers: All optimizers.
+        schedules: Lightning's ``LRSchedulerConfig`` objects.
+        watches_losses: Whether a loss that is too high for long makes the run go back.
+        distrust: Called after weights were written.
+
+    Raises:
+        ModuleNotFoundError: If copies are to be compressed and zstandard is not installed.
+    """
+
+    def __init__(
+        self,
+        steering: Steering,
+        optimizers: Sequence[Any],
+        schedules: Sequence[Any],
+        watches_losses: bool,
+        distrust: Callable[[], None],
+    ) -> None:
+        config = steering.config.rollback
+        self._config = config
+        self._steering = steering
+        self._distrust = distrust
+        self._is_on = config.keep > 0
+        self._is_watching = self._is_on and watches_losses and math.isfinite(config.loss_spreads)
+        self._watch = LossWatch(config.loss_spreads if self._is_watching else math.inf)
+        self._live: LiveState | None = LiveState(
+            steering.root, optimizers, *_that_go_back(optimizers, schedules, steering)
+        )
+        packer = Packer() if self._is_on and config.compress else None
+        self._ring = SnapshotRing(config.keep, config.max_bytes if self._is_on else 0, packer)
+        self._packer = packer
+        self._due = 0
+        self._losses_read = 0
+        self._window_read = 0
+        self._per_window = 1
+        self._wide_until = -1
+        self._from_start: frozenset[str] | None = None
+        self._pending: _Trouble | None = None
+        self._has_new_copy = False
+        self._has_told_of_packer = False
+        if self._is_on:
+            steering.fallback.last_resort = self._answer_stop
+
+    @property
+    def copies(self) -> int:
+        """Copies that are kept."""
+        return len(self._ring)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take."""
+        return self._ring.nbytes
+
+    def release(self) -> None:
+        """Frees all copies; what was counted stays readable."""
+        if self._live is None:
+            return
+        self._report_packer()
+        self._describe()
+        self._ring.close()
+        self._live = None
+        self._is_on = False
+        self._steering.fallback.last_resort = None
+
+    # ---- boundaries ----
+
+    def at_boundary(self) -> None:
+        """Called before each batch: goes back if there is a reason, else takes a copy if one is due.
+
+        Raises:
+            NonFiniteTrainingError: If weights, moments or gradients are not finite and there is no way back.
+            DivergedTrainingError: If the loss stays too high and there is no way back.
+        """
+        steering = self._steering
+        is_due = steering.applied_steps >= self._due or steering.has_skipped or self._pending is not None
+        if not is_due and steering.telemetry.loss_count - self._losses_read < _LOSSES_AT_ONCE:
+            return
+        if self._is_on and steering.is_at_boundary and _is_training(steering.root):
+            self._look()
+
+    def at_end(self) -> None:
+        """Called after the last batch: training does not end on weights that are not finite.
+
+        Raises:
+            NonFiniteTrainingError: If there is no way back.
+        """
+        if not self._is_on:
+            return
+        self._steering.finish_window()
+        if self._pending is not None:
+            raise self._error(self._pending)
+        trouble = self._nonfinite()
+        if trouble is not None:
+            self._go_back(trouble)
+
+    def _look(self) -> None:
+        steering = self._steering
+        trouble, self._pending = self._pending, None
+        has_skipped, steering.has_skipped = steering.has_skipped, False
+        if trouble is None and has_skipped:
+            trouble = self._nonfinite()
+        self._read_losses()
+        if trouble is None:
+            trouble = self._too_high()
+        if trouble is None and steering.applied_steps >= self._due and self._is_healthy:
+            trouble = self._nonfinite()
+            if trouble is None:
+                self._take()
+        if trouble is not None:
+            self._go_back(trouble)
+
+    @property
+    def _is_healthy(self) -> bool:
+        return not self._steering.knobs.guard.consecutive_skips and self._watch.is_calm
+
+    # ---- copies ----
+
+    def _take(self) -> None:
+        steering, live = self._steering, self._live
+        assert live is not None
+        self._report_packer()
+        if live.has_lazy:
+            self._due = steering.applied_steps + 1
+            return
+        note = {
+            "applied_steps": steering.applied_steps,
+            "telemetry": steering.telemetry.copies(),
+            "schedules": steering.schedules.state(),
+            "watch": self._watch.state_dict(),
+        }
+        if self._ring.take(live.gather(), note, steering.window):
+            self._has_new_copy = True
+            self._due = steering.applied_steps + self._config.every
+        else:  # the copy before is being compressed, or there is no memory
+            self._due = steering.applied_steps + 1
+            self._is_on = not self._ring.is_off
+
+    def _report_packer(self) -> None:
+        if self._packer is not None and self._packer.error is not None and not self._has_told_of_packer:
+            self._has_told_of_packer = True
+            error = self._packer.error
+            rank_zero_warn(
+                f"autoprec: a copy of the run could not be compressed ({type(error).__name__}: {error}); copies stay as"
+                " they are from here on."
+            )
+
+    def _describe(self) -> None:
+        count, reason = len(self._ring), self._ring.reason
+        if not self._config.keep:
+            self._steering.copies = "off"
+            return
+        text = f"{count} {'copy' if count == 1 else 'copies'} of {self._ring.nbytes / max(count, 1) / 1e6:.3g} MB"
+        self._steering.copies = text if reason is None else f"off: {reason}" if not count else f"{text}; {reason}"
+
+    # ---- reasons to go back ----
+
+    def _answer_stop(self, text: str, where: str) -> str | None:
+        """Called where steps were skipped for so long that training would stop.
+
+        Returns:
+            ``None`` if the run goes back instead, else why it does not.
+        """
+        trouble = _Trouble(text, NonFiniteTrainingError, where)
+        if self._steering.rollbacks >= self._config.max_rollbacks or not self._has_way_back(trouble):
+            return self._past()
+        self._pending = trouble
+        return None
+
+    def _nonfinite(self) -> _Trouble | None:
+        assert self._live is not None
+        found = self._live.nonfinite()
+        if self._from_start is None:
+            self._from_start = frozenset(found)  # masks of the user's, or nothing that could be mended
+        bad = [name for name in found if name not in self._from_start]
+        if not bad:
+            return None
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        return _Trouble(f"{bad[0]}{more} is not finite", NonFiniteTrainingError, bad[0], needs_progress=False)
+
+    def _read_losses(self) -> None:
+        telemetry, steering = self._steering.telemetry, self._steering
+        new = telemetry.loss_count - self._losses_read
+        if not self._is_watching or new <= 0:
+            self._losses_read = telemetry.loss_count
+            return
+        telemetry.flush_losses()
+        self._watch.note(list(telemetry.losses)[-new:])
+        self._per_window = max(1, round(new / max(steering.window - self._window_read, 1)))
+        self._losses_read, self._window_read = telemetry.loss_count, steering.window
+
+    def _too_high(self) -> _Trouble | None:
+        windows = self._watch.streak // self._per_window
+        if windows < self._config.patience:
+            return None
+        cause = (
+            f"the loss was above {self._watch.bound:.3g} for {windows} windows in a row, {self._watch.newest:.3g} last"
+        )
+        return _Trouble(cause, DivergedTrainingError, self._loudest())
+
+    def _loudest(self) -> str:
+        """The layer whose gradient norm has grown most since the copy."""
+        steering, copy = self._steering, self._ring.newest
+        steering.telemetry.flush()
+        before = {} if copy is None else copy.note["telemetry"]["units"]
+        growth = {}
+        for name, unit in steering.telemetry.units.items():
+            old = [norm for norm in before.get(name, ((), ()))[0] if norm > 0] or [1.0]
+            if unit.norms:
+                growth[name] = max(unit.norms) / statistics.median(old)
+        return f"{max(growth, key=lambda name: growth[name])} (its gradient grew most)" if growth else "unknown"
+
+    # ---- the way back ----
+
+    def _has_way_back(self, trouble: _Trouble) -> bool:
+        copy = self._ring.newest
+        if copy is None:
+            return False
+        has_progress = copy.note["applied_steps"] != self._steering.applied_steps
+        return has_progress or not trouble.needs_progress or len(self._ring) > 1
+
+    def _go_back(self, trouble: _Trouble) -> None:
+        steering = self._steering
+        if steering.rollbacks >= self._config.max_rollbacks or not self._has_way_back(trouble):
+            raise self._error(trouble)
+        if not self._has_new_copy and steering.rollbacks and len(self._ring) > 1:
+            self._ring.drop_newest()  # going back to it did not help
+        failed_in_fp32 = self._was_in_fp32
+        copy = self._restored()
+        if copy is None:
+            raise self._error(trouble)
+        before, after = steering.applied_steps, int(copy.note["applied_steps"])
+        steering.go_back(after, copy.note["telemetry"])
+        steering.schedules.load(copy.note["schedules"])
+        self._watch.load_state_dict(copy.note["watch"])
+        self._losses_read = steering.telemetry.loss_count
+        self._distrust()
+        steering.rollbacks += 1
+        reason = f"guard: {trouble.cause}; first offender: {trouble.where}"
+        steering.history.append(Decision(steering.window, "rollback", None, before, after, after, "applied", reason))
+        quarantine = self._config.quarantine
+        steering.knobs.quarantine(steering.window, after, quarantine, "the run went back to a copy")
+        self._wide_until = after + quarantine
+        self._lower_learning_rate()
+        self._due = after + self._config.every
+        self._has_new_copy = False
+        self._warn(trouble, copy, before, after, failed_in_fp32)
+        if self._nonfinite() is not None:
+            raise self._error(trouble)
+
+    def _restored(self) -> Snapshot | None:
+        """Writes the newest copy that is what was written; ``None`` if there is none."""
+        assert self._live is not None
+        while (copy := self._ring.newest) is not None:
+            read = copy.reader()
+            if read is not None:
+                self._live.write(copy.state, read)
+                return copy
+            self._ring.drop_newest()
+            after = copy.note["applied_steps"]
+            reason = f"the copy of window {copy.window} is not what was written; the one before it is tried"
+            before = self._steering.applied_steps
+            decision = Decision(self._steering.window, "rollback", None, before, after, before, "refused", reason)
+            self._steering.history.append(decision)
+            rank_zero_warn(f"autoprec: {reason}.")
+        return None
+
+    @property
+    def _was_in_fp32(self) -> bool:
+        """Whether the run went wrong in the fp32 that the last rollback put it into."""
+        steering = self._steering
+        return steering.rollbacks > 0 and steering.applied_steps <= self._wide_until and steering.knobs.runs_in_fp32
+
+    def _lower_learning_rate(self) -> None:
+        learning_rate = getattr(self._steering, "learning_rate", None)
+        if learning_rate is not None and self._config.learning_rate_factor != 1.0:
+            learning_rate.set_factor("rollback", self._config.learning_rate_factor**self._steering.rollbacks)
+
+    def _warn(self, trouble: _Trouble, copy: Snapshot, before: int, after: int, failed_in_fp32: bool) -> None:
+        steering, config = self._steering, self._config
+        follows = f"the data go on, and everything stays in fp32 for {config.quarantine} applied steps"
+        if "precision" in steering.knobs.masked:
+            follows = "the data go on"
+        if config.learning_rate_factor != 1.0:
+            follows += f"; the learning rate is multiplied by {config.learning_rate_factor:g}"
+        rank_zero_warn(
+            f"autoprec: {trouble.cause} at window {steering.window}. The run goes back to its copy of window"
+            f" {copy.window}, {before - after} applied steps are undone ({after} are left); {follows}. This is rollback"
+            f" {steering.rollbacks} of at most {config.max_rollbacks}."
+            + (f" {_NOT_PRECISION}" if failed_in_fp32 else "")
+        )
+
+    def _error(self, trouble: _Trouble) -> RuntimeError:
+        steering = self._steering
+        is_wide = self._was_in_fp32 or (not steering.rollbacks and steering.knobs.runs_in_fp32)
+        return trouble.error(
+            f"Training stopped at window {steering.window}: {trouble.cause}. First offending layer: {trouble.where}."
+            f" {self._past()} {steering.applied_steps} steps are applied, {steering.skipped_steps} were skipped,"
+            f" {steering.undone_windows} undone. {_NOT_PRECISION if is_wide else _MAYBE_PRECISION}"
+        )
+
+    def _past(self) -> str:
+        """The rollbacks so far, and why there is not another one."""
+        rollbacks = [d for d in self._steering.history if d.knob == "rollback" and d.outcome == "applied"]
+        past = ", ".join(f"at window {each.step} to {each.applied} applied steps" for each in rollbacks)
+        return f"Rollbacks: {past or 'none'}; {self._why_not()}."
+
+    def _why_not(self) -> str:
+        if self._steering.rollbacks >= self._config.max_rollbacks:
+            return f"`max_rollbacks={self._config.max_rollbacks}` allows no more"
+        if self._ring.newest is None:
+            return "there is no copy to go back to" + (f" ({self._ring.reason})" if self._ring.reason else "")
+        return "no step was applied since the last copy"
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns primitives only; copies are not part of it."""
+        return {
+            "watch": self._watch.state_dict(),
+            "wide_until": self._wide_until,
+            "unread": self._steering.telemetry.loss_count - self._losses_read,
+            "window_read": self._window_read,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` returned, ``{}`` for nothing; the next boundary takes a copy."""
+        self._ring.clear()
+        self._due = 0
+        self._from_start = self._pending = None
+        self._losses_read = self._steering.telemetry.loss_count - int(state.get("unread", 0))
+        self._window_read = int(state.get("window_read", self._steering.window))
+        self._wide_until = int(state.get("wide_until", -1))
+        if "watch" in state:
+            self._watch.load_state_dict(state["watch"])
+        if self._steering.rollbacks:
+            self._lower_learning_rate()
+
+
+def _is_training(root: nn.Module) -> bool:
+    """Whether training batches run, not those of a validation in between."""
+    return isinstance(root, pl.LightningModule) and bool(root.trainer.training)
+
+
+def _that_go_back(
+    optimizers: Sequence[Any], schedules: Sequence[Any], steering: Steering
+) -> tuple[list[Any], Collection[int]]:
+    """Schedules that count applied steps, and the optimizers whose learning rate others move."""
+    held = steering.schedules.held()
+    fixed = {
+        index
+        for index, optimizer in enumerate(optimizers)
+        for each in schedules
+        if getattr(each.scheduler, "optimizer", None) is optimizer and not any(each.scheduler is one for one in held)
+    }
+    moving = {id(optimizers[index]) for index in fixed}
+    return [each for each in held if id(getattr(each, "optimizer", None)) not in moving], sorted(fixed)
