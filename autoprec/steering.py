@@ -359,6 +359,7 @@ class Steering:
             "user_skipped_steps": self.user_skipped_steps,
             "undone_windows": self.undone_windows,
             "rollbacks": self.rollbacks,
+            "has_skipped": self.has_skipped,
             "skipping_since": self._skipping_since,
             "overflows": dict(self.fallback.overflows),
             "is_sampling": self.is_sampling,
@@ -382,6 +383,7 @@ class Steering:
             setattr(self, name, int(state[name]))
         for name in ("undone_windows", "rollbacks"):
             setattr(self, name, int(state.get(name, 0)))
+        self.has_skipped = bool(state.get("has_skipped", False))
         self._skipping_since = state["skipping_since"]
         self.fallback.overflows = dict(state["overflows"])
         self.is_sampling = bool(state["is_sampling"])

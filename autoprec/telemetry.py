@@ -263,6 +263,7 @@ class Telemetry:
         self.flush()
         return {
             "losses": list(self.losses),
+            "loss_count": self.loss_count,
             "loss_scales": list(self.loss_scales),
             "norms": list(self.norms),
             "outcomes": list(self.outcomes),
@@ -277,6 +278,7 @@ class Telemetry:
         """Takes over what ``state_dict`` returned; units that are not in this model are left out."""
         for name in _WINDOWS:
             _refill(getattr(self, name), state[name])
+        self.loss_count = int(state.get("loss_count", 0))
         self._pending_losses.clear()
         self._pending_norms.clear()
         for name, values in state["units"].items():

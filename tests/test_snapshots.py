@@ -100,8 +100,14 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def listed(nest: Any) -> Any:
+    if isinstance(nest, dict):
+        return {key: listed(value) for key, value in nest.items()}
+    return [listed(value) for value in nest] if isinstance(nest, (list, tuple, deque)) else nest
+
+
 def everything(net: nn.Module, optimizer: Any) -> Any:
-    state = optimizer.state_dict()
+    state = listed(optimizer.state_dict())
     buffers = [buffer.clone() for buffer in net.buffers()]
     return copy.deepcopy([[p.detach() for p in net.parameters()], buffers, state])
 
@@ -119,6 +125,8 @@ def restored(ring: SnapshotRing, live: LiveState) -> Any:
 @pytest.mark.parametrize("steps_before", [0, 2])
 def test_going_back_and_on_again_has_the_same_bits(name: str, steps_before: int) -> None:
     net = model()
+    if name == "lbfgs":  # it takes gradients that are contiguous
+        net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     optimizer = OPTIMIZERS[name](list(net.parameters()))
     live, ring = LiveState(net, [optimizer]), SnapshotRing(1)
     for _ in range(steps_before):
@@ -191,8 +199,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     ring.take(live.gather(), None)
     before = [p.detach().clone() for p in net.parameters()]
     with torch.no_grad():
-        net.weight.fill_(math_nan := float("nan"))
-    assert math_nan != math_nan
+        net.weight.fill_(float("nan"))
     assert live.nonfinite() == ["weight"]
     restored(ring, live)
     assert not live.nonfinite()
@@ -371,15 +378,13 @@ def test_a_copy_that_was_interrupted_does_not_count(error: type[BaseException]) 
     ring, state = SnapshotRing(1), {"x": torch.zeros(8), "y": torch.zeros(8)}
     ring.take(state, "good")
 
-    class Interrupts(Tensor):
-        pass
-
     def interrupt(*args: Any) -> None:
         raise error
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(error):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshots, "checksum", interrupt)  # after the bytes, before the copy counts
-        ring.take(state, "half")
+        with pytest.raises(error):
+            ring.take(state, "half")
     assert len(ring) == 0
     assert ring.take(state, "next")
 
