@@ -152,7 +152,8 @@ class LiveState:
             if _is_readable(buffer):
                 is_statistic = isinstance(modules[module_name], _NormBase) or own_name in _STATISTICS
                 (statistics if is_statistic else others).append((name, buffer))
-        return _with_nonfinite(statistics) + [name for name, buffer in others if bool(torch.isnan(buffer).any())]
+        with_nan = [name for name, buffer in others if bool(torch.isnan(_entries(buffer)).any())]
+        return _with_nonfinite(statistics) + with_nan
 
     def _moments(self) -> list[Labelled]:
         """State as large as its parameter; smaller values may be sentinels."""
@@ -315,7 +316,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _is_readable(tensor: Tensor) -> bool:
     is_number = tensor.is_floating_point() or tensor.is_complex()
-    return is_number and not is_lazy(tensor) and not tensor.is_meta and tensor.dtype.itemsize > 1
+    is_there = not (is_lazy(tensor) or tensor.is_meta or tensor.is_nested)
+    return is_number and is_there and tensor.dtype.itemsize > 1
 
 
 def _with_nonfinite(labelled: Sequence[Labelled]) -> list[str]:

@@ -1,50 +1,30 @@
 """The last level of the guard: takes copies of a healthy run, and goes back to one when nothing else helps.
 
-What lives here: when a copy is taken, what makes the run go back, and what follows. What does not: what a copy consists
-of and where it is kept (``live_state``, ``snapshots``), and when a loss is too high (``loss_watch``).
+What lives here: when a copy is taken, and how the run goes back to it. What does not: what a copy consists of and where
+it is kept (``live_state``, ``snapshots``), and what makes the run go back (``trouble``).
 """
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from autoprec.guard import DivergedTrainingError, NonFiniteTrainingError
+from autoprec.guard import NonFiniteTrainingError
 from autoprec.history import Decision
 from autoprec.live_state import LiveState
-from autoprec.loss_watch import LossWatch
 from autoprec.packing import Packer
 from autoprec.snapshots import Snapshot, SnapshotRing
 from autoprec.steering import Steering
+from autoprec.trouble import Trouble, TroubleSearch
 
-# losses that are read from the device at once
-_LOSSES_AT_ONCE = 16
 _NOT_PRECISION = (
     "It went wrong in fp32 as well: this is not a precision problem. Look at the learning rate, the data and the loss."
 )
 _MAYBE_PRECISION = "See whether it trains in fp32: `Trainer(precision='32-true')`, or 'precision' among the `knobs`."
-
-
-class _Trouble(NamedTuple):
-    """Why the run has to go back.
-
-    Attributes:
-        cause: In words.
-        error: What to raise if it cannot.
-        where: The first offending layer or tensor.
-        needs_progress: Whether going back helps only if steps were applied since the copy.
-    """
-
-    cause: str
-    error: type[RuntimeError]
-    where: str
-    needs_progress: bool = True
 
 
 class Rollback:
@@ -74,30 +54,19 @@ class Rollback:
         self._steering = steering
         self._distrust = distrust
         self._is_on = config.keep > 0
-        self._is_watching = self._is_on and watches_losses and math.isfinite(config.loss_spreads)
-        self._watch = LossWatch(config.loss_spreads if self._is_watching else math.inf)
-        self._live: LiveState | None = LiveState(
-            steering.root, optimizers, *_that_go_back(optimizers, schedules, steering)
-        )
+        live = LiveState(steering.root, optimizers, *_that_go_back(optimizers, schedules, steering))
+        self._live: LiveState | None = live
+        self._search = TroubleSearch(steering, live, self._is_on and watches_losses)
         packer = Packer() if self._is_on and config.compress else None
         self._ring = SnapshotRing(config.keep, config.max_bytes if self._is_on else 0, packer)
         self._packer = packer
         self._due = 0
-        self._losses_read = 0
-        self._window_read = 0
-        self._per_window = 1
         self._wide_until = -1
-        self._from_start: frozenset[str] | None = None
-        self._pending: _Trouble | None = None
+        self._pending: Trouble | None = None
         self._has_new_copy = False
         self._has_told_of_packer = False
         if self._is_on:
             steering.fallback.last_resort = self._answer_stop
-
-    @property
-    def copies(self) -> int:
-        """Copies that are kept."""
-        return len(self._ring)
 
     @property
     def nbytes(self) -> int:
@@ -126,9 +95,7 @@ class Rollback:
         """
         steering = self._steering
         is_due = steering.applied_steps >= self._due or steering.has_skipped or self._pending is not None
-        if not is_due and steering.telemetry.loss_count - self._losses_read < _LOSSES_AT_ONCE:
-            return
-        if self._is_on and steering.is_at_boundary and _is_training(steering.root):
+        if self._is_on and (is_due or self._search.is_due) and steering.is_at_boundary and _is_training(steering.root):
             self._look()
 
     def at_end(self) -> None:
@@ -142,7 +109,7 @@ class Rollback:
         self._steering.finish_window()
         if self._pending is not None:
             raise self._error(self._pending)
-        trouble = self._nonfinite()
+        trouble = self._search.nonfinite()
         if trouble is not None:
             self._go_back(trouble)
 
@@ -151,20 +118,17 @@ class Rollback:
         trouble, self._pending = self._pending, None
         has_skipped, steering.has_skipped = steering.has_skipped, False
         if trouble is None and has_skipped:
-            trouble = self._nonfinite()
-        self._read_losses()
+            trouble = self._search.nonfinite()
+        self._search.read_losses()
         if trouble is None:
-            trouble = self._too_high()
-        if trouble is None and steering.applied_steps >= self._due and self._is_healthy:
-            trouble = self._nonfinite()
+            copy = self._ring.newest
+            trouble = self._search.too_high(None if copy is None else copy.note["telemetry"])
+        if trouble is None and steering.applied_steps >= self._due and self._search.is_calm:
+            trouble = self._search.nonfinite()
             if trouble is None:
                 self._take()
         if trouble is not None:
             self._go_back(trouble)
-
-    @property
-    def _is_healthy(self) -> bool:
-        return not self._steering.knobs.guard.consecutive_skips and self._watch.is_calm
 
     # ---- copies ----
 
@@ -179,7 +143,7 @@ class Rollback:
             "applied_steps": steering.applied_steps,
             "telemetry": steering.telemetry.copies(),
             "schedules": steering.schedules.state(),
-            "watch": self._watch.state_dict(),
+            "losses": self._search.note(),
         }
         if self._ring.take(live.gather(), note, steering.window):
             self._has_new_copy = True
@@ -213,65 +177,22 @@ class Rollback:
         Returns:
             ``None`` if the run goes back instead, else why it does not.
         """
-        trouble = _Trouble(text, NonFiniteTrainingError, where)
+        trouble = Trouble(text, NonFiniteTrainingError, where)
         if self._steering.rollbacks >= self._config.max_rollbacks or not self._has_way_back(trouble):
             return self._past()
         self._pending = trouble
         return None
 
-    def _nonfinite(self) -> _Trouble | None:
-        assert self._live is not None
-        found = self._live.nonfinite()
-        if self._from_start is None:
-            self._from_start = frozenset(found)  # masks of the user's, or nothing that could be mended
-        bad = [name for name in found if name not in self._from_start]
-        if not bad:
-            return None
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        return _Trouble(f"{bad[0]}{more} is not finite", NonFiniteTrainingError, bad[0], needs_progress=False)
-
-    def _read_losses(self) -> None:
-        telemetry, steering = self._steering.telemetry, self._steering
-        new = telemetry.loss_count - self._losses_read
-        if not self._is_watching or new <= 0:
-            self._losses_read = telemetry.loss_count
-            return
-        telemetry.flush_losses()
-        self._watch.note(list(telemetry.losses)[-new:])
-        self._per_window = max(1, round(new / max(steering.window - self._window_read, 1)))
-        self._losses_read, self._window_read = telemetry.loss_count, steering.window
-
-    def _too_high(self) -> _Trouble | None:
-        windows = self._watch.streak // self._per_window
-        if windows < self._config.patience:
-            return None
-        cause = (
-            f"the loss was above {self._watch.bound:.3g} for {windows} windows in a row, {self._watch.newest:.3g} last"
-        )
-        return _Trouble(cause, DivergedTrainingError, self._loudest())
-
-    def _loudest(self) -> str:
-        """The layer whose gradient norm has grown most since the copy."""
-        steering, copy = self._steering, self._ring.newest
-        steering.telemetry.flush()
-        before = {} if copy is None else copy.note["telemetry"]["units"]
-        growth = {}
-        for name, unit in steering.telemetry.units.items():
-            old = [norm for norm in before.get(name, ((), ()))[0] if norm > 0] or [1.0]
-            if unit.norms:
-                growth[name] = max(unit.norms) / statistics.median(old)
-        return f"{max(growth, key=lambda name: growth[name])} (its gradient grew most)" if growth else "unknown"
-
     # ---- the way back ----
 
-    def _has_way_back(self, trouble: _Trouble) -> bool:
+    def _has_way_back(self, trouble: Trouble) -> bool:
         copy = self._ring.newest
         if copy is None:
             return False
         has_progress = copy.note["applied_steps"] != self._steering.applied_steps
         return has_progress or not trouble.needs_progress or len(self._ring) > 1
 
-    def _go_back(self, trouble: _Trouble) -> None:
+    def _go_back(self, trouble: Trouble) -> None:
         steering = self._steering
         if steering.rollbacks >= self._config.max_rollbacks or not self._has_way_back(trouble):
             raise self._error(trouble)
@@ -284,8 +205,7 @@ class Rollback:
         before, after = steering.applied_steps, int(copy.note["applied_steps"])
         steering.go_back(after, copy.note["telemetry"])
         steering.schedules.load(copy.note["schedules"])
-        self._watch.load_state_dict(copy.note["watch"])
-        self._losses_read = steering.telemetry.loss_count
+        self._search.go_back(copy.note["losses"])
         self._distrust()
         steering.rollbacks += 1
         reason = f"guard: {trouble.cause}; first offender: {trouble.where}"
@@ -297,7 +217,7 @@ class Rollback:
         self._due = after + self._config.every
         self._has_new_copy = False
         self._warn(trouble, copy, before, after, failed_in_fp32)
-        if self._nonfinite() is not None:
+        if self._search.nonfinite() is not None:
             raise self._error(trouble)
 
     def _restored(self) -> Snapshot | None:
@@ -328,7 +248,7 @@ class Rollback:
         if learning_rate is not None and self._config.learning_rate_factor != 1.0:
             learning_rate.set_factor("rollback", self._config.learning_rate_factor**self._steering.rollbacks)
 
-    def _warn(self, trouble: _Trouble, copy: Snapshot, before: int, after: int, failed_in_fp32: bool) -> None:
+    def _warn(self, trouble: Trouble, copy: Snapshot, before: int, after: int, failed_in_fp32: bool) -> None:
         steering, config = self._steering, self._config
         follows = f"the data go on, and everything stays in fp32 for {config.quarantine} applied steps"
         if "precision" in steering.knobs.masked:
@@ -342,7 +262,7 @@ class Rollback:
             + (f" {_NOT_PRECISION}" if failed_in_fp32 else "")
         )
 
-    def _error(self, trouble: _Trouble) -> RuntimeError:
+    def _error(self, trouble: Trouble) -> RuntimeError:
         steering = self._steering
         is_wide = self._was_in_fp32 or (not steering.rollbacks and steering.knobs.runs_in_fp32)
         return trouble.error(
@@ -368,23 +288,15 @@ class Rollback:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns primitives only; copies are not part of it."""
-        return {
-            "watch": self._watch.state_dict(),
-            "wide_until": self._wide_until,
-            "unread": self._steering.telemetry.loss_count - self._losses_read,
-            "window_read": self._window_read,
-        }
+        return {**self._search.state_dict(), "wide_until": self._wide_until}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what ``state_dict`` returned, ``{}`` for nothing; the next boundary takes a copy."""
         self._ring.clear()
         self._due = 0
-        self._from_start = self._pending = None
-        self._losses_read = self._steering.telemetry.loss_count - int(state.get("unread", 0))
-        self._window_read = int(state.get("window_read", self._steering.window))
+        self._pending = None
+        self._search.load_state_dict(state)
         self._wide_until = int(state.get("wide_until", -1))
-        if "watch" in state:
-            self._watch.load_state_dict(state["watch"])
         if self._steering.rollbacks:
             self._lower_learning_rate()
 

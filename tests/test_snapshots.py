@@ -512,3 +512,13 @@ def test_compression_without_its_extra_says_what_to_install(monkeypatch: pytest.
     config = AutoPrecisionConfig(rollback=RollbackConfig(compress=True))
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'autoprec\[compress\]'"):
         AutoPrecisionCallback(config=config)
+
+
+def test_the_benchmark_of_copies_measures_twelve_bytes_a_weight_under_adam() -> None:
+    from benchmarks.snapshots import measure_cost
+    from benchmarks.workloads import WORKLOADS
+
+    cost = measure_cost(WORKLOADS["mlp-128-64"], 6)
+    assert 12.0 <= cost.nbytes / cost.weights < 12.5
+    assert min(cost.step, cost.copy, cost.boundary) > 0
+    assert cost.share(100) > cost.share(200)
