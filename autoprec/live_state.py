@@ -63,7 +63,7 @@ class LiveState:
 
     @torch.no_grad()
     def write(self, saved: Nest, read: Callable[[Any], Tensor]) -> None:
-        """Writes back what a copy holds: in place wherever a tensor is still of the same kind.
+        """Writes back what a copy holds: in place wherever a tensor is still of the same kind. Gradients are emptied.
 
         Args:
             saved: What ``gather`` returned, with anything in the place of tensors.
@@ -78,6 +78,8 @@ class LiveState:
             self._write_buffer(name, value, writer)
         for index, (optimizer, value) in enumerate(zip(self._optimizers, saved["optimizers"], strict=True)):
             self._write_optimizer(index, optimizer, value, writer)
+        for _, weight in self._weights():
+            weight.grad = None  # of what is undone; under manual optimization nobody may clear it
         for schedule, value in zip(self._schedules, saved["schedules"], strict=True):
             schedule.load_state_dict(writer.value(value, None))
 

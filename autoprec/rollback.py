@@ -52,7 +52,7 @@ class Rollback:
         config = steering.config.rollback
         self._config = config
         self._steering = steering
-        self._distrust = distrust
+        self._distrust: Callable[[], None] | None = distrust
         self._is_on = config.keep > 0
         live = LiveState(steering.root, optimizers, *_that_go_back(optimizers, schedules, steering))
         self._live: LiveState | None = live
@@ -70,7 +70,7 @@ class Rollback:
 
     @property
     def nbytes(self) -> int:
-        """Memory that they take."""
+        """Memory that the copies take."""
         return self._ring.nbytes
 
     def release(self) -> None:
@@ -80,7 +80,9 @@ class Rollback:
         self._report_packer()
         self._describe()
         self._ring.close()
+        self._search.release()
         self._live = None
+        self._distrust = None
         self._is_on = False
         self._steering.fallback.last_resort = None
 
@@ -108,7 +110,7 @@ class Rollback:
             return
         self._steering.finish_window()
         if self._pending is not None:
-            raise self._error(self._pending)
+            raise self._error(self._pending, "training has ended")
         trouble = self._search.nonfinite()
         if trouble is not None:
             self._go_back(trouble)
@@ -206,7 +208,8 @@ class Rollback:
         steering.go_back(after, copy.note["telemetry"])
         steering.schedules.load(copy.note["schedules"])
         self._search.go_back(copy.note["losses"])
-        self._distrust()
+        if self._distrust is not None:
+            self._distrust()
         steering.rollbacks += 1
         reason = f"guard: {trouble.cause}; first offender: {trouble.where}"
         steering.history.append(Decision(steering.window, "rollback", None, before, after, after, "applied", reason))
@@ -262,20 +265,20 @@ class Rollback:
             + (f" {_NOT_PRECISION}" if failed_in_fp32 else "")
         )
 
-    def _error(self, trouble: Trouble) -> RuntimeError:
+    def _error(self, trouble: Trouble, why_not: str | None = None) -> RuntimeError:
         steering = self._steering
         is_wide = self._was_in_fp32 or (not steering.rollbacks and steering.knobs.runs_in_fp32)
         return trouble.error(
             f"Training stopped at window {steering.window}: {trouble.cause}. First offending layer: {trouble.where}."
-            f" {self._past()} {steering.applied_steps} steps are applied, {steering.skipped_steps} were skipped,"
+            f" {self._past(why_not)} {steering.applied_steps} steps are applied, {steering.skipped_steps} were skipped,"
             f" {steering.undone_windows} undone. {_NOT_PRECISION if is_wide else _MAYBE_PRECISION}"
         )
 
-    def _past(self) -> str:
+    def _past(self, why_not: str | None = None) -> str:
         """The rollbacks so far, and why there is not another one."""
         rollbacks = [d for d in self._steering.history if d.knob == "rollback" and d.outcome == "applied"]
         past = ", ".join(f"at window {each.step} to {each.applied} applied steps" for each in rollbacks)
-        return f"Rollbacks: {past or 'none'}; {self._why_not()}."
+        return f"Rollbacks: {past or 'none'}; {why_not or self._why_not()}."
 
     def _why_not(self) -> str:
         if self._steering.rollbacks >= self._config.max_rollbacks:

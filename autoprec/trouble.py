@@ -47,7 +47,7 @@ class TroubleSearch:
     def __init__(self, steering: Steering, live: LiveState, watches_losses: bool) -> None:
         config = steering.config.rollback
         self._steering = steering
-        self._live = live
+        self._live: LiveState | None = live
         self._patience = config.patience
         self._is_watching = watches_losses and math.isfinite(config.loss_spreads)
         self._watch = LossWatch(config.loss_spreads if self._is_watching else math.inf)
@@ -55,6 +55,10 @@ class TroubleSearch:
         self._window_read = 0
         self._per_window = 1
         self._from_start: frozenset[str] | None = None
+
+    def release(self) -> None:
+        """Lets go of the model."""
+        self._live = None
 
     @property
     def is_due(self) -> bool:
@@ -71,6 +75,7 @@ class TroubleSearch:
 
         What was not finite when this was first called does not count: masks of the user's, or nothing to be mended.
         """
+        assert self._live is not None, "the fit is over"
         found = self._live.nonfinite()
         if self._from_start is None:
             self._from_start = frozenset(found)

@@ -722,3 +722,13 @@ def test_a_checkpoint_from_before_there_were_copies_loads(tmp_path: Path) -> Non
     with goes_back():
         _, ap = fit(30, tmp_path, Writes(poison_weight, 5), resume=file)
     assert rows(ap.history, "rollback")[0].applied == 10
+
+
+def test_a_plugin_of_a_fit_that_is_over_holds_no_model() -> None:
+    module, ap = Task(net(), data(30 * 8), optimizer=adam), callback()
+    cpu(callbacks=[ap]).fit(module)
+    layer = weakref.ref(module.net)
+    del module
+    ap.plugin.state_dict()  # what was counted stays readable
+    gc.collect()
+    assert layer() is None
