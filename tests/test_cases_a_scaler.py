@@ -22,8 +22,8 @@ from autoprec import (
     AutoPrecisionConfig,
     GuardConfig,
     LossScaleConfig,
-    RollbackConfig,
     NonFiniteTrainingError,
+    RollbackConfig,
 )
 from tests.support import (
     Ask,
