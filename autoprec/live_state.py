@@ -95,9 +95,9 @@ class LiveState:
 
     def _weights(self) -> Iterator[Labelled]:
         known = set()
-        for name, parameter in self._root.named_parameters():
-            known.add(id(parameter))
-            yield name, parameter
+        for name, weight in self._root.named_parameters():
+            known.add(id(weight))
+            yield name, weight
         for index, optimizer in enumerate(self._optimizers):
             for place, parameter in enumerate(_parameters_of(optimizer)):
                 if id(parameter) not in known:
@@ -148,7 +148,8 @@ class LiveState:
 
     def _bad_buffers(self) -> list[str]:
         modules = dict(self._root.named_modules())
-        statistics, others = [], []
+        statistics: list[Labelled] = []
+        others: list[Labelled] = []
         for name, buffer in self._buffers():
             module_name, _, own_name = name.rpartition(".")
             if _is_readable(buffer):

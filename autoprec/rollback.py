@@ -6,7 +6,7 @@ it is kept (``live_state``, ``snapshots``), and what makes the run go back (``tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -54,7 +54,8 @@ class Rollback:
         self._steering = steering
         self._distrust: Callable[[], None] | None = distrust
         self._is_on = config.keep > 0
-        live = LiveState(steering.root, optimizers, *_that_go_back(optimizers, schedules, steering))
+        moving, fixed = _that_go_back(optimizers, schedules, steering)
+        live = LiveState(steering.root, optimizers, moving, fixed)
         self._live: LiveState | None = live
         self._search = TroubleSearch(steering, live, self._is_on and watches_losses)
         packer = Packer() if self._is_on and config.compress else None
@@ -311,7 +312,7 @@ def _is_training(root: nn.Module) -> bool:
 
 def _that_go_back(
     optimizers: Sequence[Any], schedules: Sequence[Any], steering: Steering
-) -> tuple[list[Any], Collection[int]]:
+) -> tuple[list[Any], Sequence[int]]:
     """Schedules that count applied steps, and the optimizers whose learning rate others move."""
     held = steering.schedules.held()
     fixed = {

@@ -100,11 +100,6 @@ class SnapshotRing:
         """The newest copy."""
         return self._copies[-1] if self._copies else None
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether the newest copy is still being compressed; the next one has to wait."""
-        return self._packer is not None and self._packer.is_busy
-
     def take(self, state: Nest, note: Nest, window: int = 0) -> bool:
         """Copies a nest. What an exception interrupts, Ctrl-C included, does not count as a copy.
 

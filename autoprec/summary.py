@@ -61,8 +61,8 @@ def summarize(steering: Steering, policy: str) -> str:
         lines.append("  loss scale not in use (nothing runs in fp16)")
     lines.append(_clip_line(steering))
     if steering.copies:
-        count = f"{steering.rollbacks} rollback{'' if steering.rollbacks == 1 else 's'}"
-        lines.append(f"  rollback   {steering.copies}, {count}")
+        times = f"{steering.rollbacks} rollback{'' if steering.rollbacks == 1 else 's'}"
+        lines.append(f"  rollback   {steering.copies}, {times}")
     lines += _kernel_lines(steering)
     for fault in (decision for decision in steering.history if decision.knob == "policy"):
         lines.append(f"  POLICY FAILED in window {fault.step}, what it was asked there did not happen: {fault.reason}")
