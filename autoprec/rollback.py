@@ -199,8 +199,8 @@ class Rollback:
         steering = self._steering
         if steering.rollbacks >= self._config.max_rollbacks or not self._has_way_back(trouble):
             raise self._error(trouble)
-        if not self._has_new_copy and steering.rollbacks and len(self._ring) > 1:
-            self._ring.drop_newest()  # going back to it did not help
+        if self._has_failed(trouble) and len(self._ring) > 1:
+            self._ring.drop_newest()
         failed_in_fp32 = self._was_in_fp32
         copy = self._restored()
         if copy is None:
@@ -223,6 +223,12 @@ class Rollback:
         self._warn(trouble, copy, before, after, failed_in_fp32)
         if self._search.nonfinite() is not None:
             raise self._error(trouble)
+
+    def _has_failed(self, trouble: Trouble) -> bool:
+        """Whether going back to the newest copy did not help, or cannot because the run is still where it was then."""
+        copy = self._ring.newest
+        is_where_it_was = copy is not None and copy.note["applied_steps"] == self._steering.applied_steps
+        return (self._steering.rollbacks > 0 and not self._has_new_copy) or (trouble.needs_progress and is_where_it_was)
 
     def _restored(self) -> Snapshot | None:
         """Writes the newest copy that is what was written; ``None`` if there is none."""

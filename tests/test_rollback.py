@@ -412,6 +412,17 @@ def test_an_older_copy_is_used_where_the_newest_did_not_help() -> None:
     assert [row.applied for row in rows(ap.history, "rollback")] == [30, 20, 10]
 
 
+def test_a_copy_after_which_no_step_was_applied_is_passed_over() -> None:
+    def loss(net: nn.Module, batch: Tensor, index: int) -> Tensor:
+        return squares(net, batch, index) * (math.inf if 30 <= index < 36 else 1.0)
+
+    module, ap = Task(net(), data(60 * 8), loss=loss, optimizer=adam), callback(keep=2)
+    with goes_back():
+        cpu(callbacks=[ap]).fit(module)
+    assert [(row.step, row.applied) for row in rows(ap.history, "rollback")] == [(34, 20)]
+    assert_counted(ap, 60)
+
+
 def rollback_of(ap: AutoPrecisionCallback) -> Rollback:
     assert ap.plugin._rollback is not None
     return ap.plugin._rollback
