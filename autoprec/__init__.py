@@ -18,7 +18,7 @@ from autoprec.config import (
 )
 from autoprec.controller import Controller, FixedController, MapController, ScriptedController, load_map
 from autoprec.formats import FORMATS, NumberFormat, get_format
-from autoprec.guard import NonFiniteTrainingError
+from autoprec.guard import DivergedTrainingError, NonFiniteTrainingError
 from autoprec.history import Decision, History
 from autoprec.precision import AutoPrecision
 from autoprec.rule import RuleController
@@ -38,6 +38,7 @@ __all__ = [
     "ClipConfig",
     "Controller",
     "Decision",
+    "DivergedTrainingError",
     "FixedController",
     "GuardConfig",
     "History",

@@ -133,6 +133,10 @@ class AutoPrecisionCallback(Callback):
         """Samples that did not train because memory ran out."""
         return 0 if self.steering is None else self.steering.lost_samples
 
+    def undone_windows(self) -> int:
+        """Applied steps that a rollback has undone; ``applied_steps`` counts them no more."""
+        return 0 if self.steering is None else self.steering.undone_windows
+
     @property
     def loss_scale(self) -> float:
         """Current loss scale, 1.0 if none is in use."""
@@ -262,6 +266,7 @@ class AutoPrecisionCallback(Callback):
         steering.finish_window()
         if not steering.is_at_boundary:
             return
+        self.plugin.begin_batch()  # the plugin does not see batches that `training_step` draws itself
         steering.apply_pending()
         self._ask_for_epoch(trainer.current_epoch)  # Lightning leaves out the epoch's hook after some resumes
         if steering.window >= self._next_script:
@@ -272,6 +277,7 @@ class AutoPrecisionCallback(Callback):
 
     def _decide_if_due(self, trainer: pl.Trainer) -> None:
         steering = self._fit
+        self._last_decision = min(self._last_decision, steering.applied_steps)  # the run may have gone back
         if steering.applied_steps - self._last_decision < self.interval:
             return
         if steering.samples == self._seen_samples:
@@ -313,6 +319,10 @@ class AutoPrecisionCallback(Callback):
             self.log("autoprec/bits", bits, prog_bar=True, batch_size=1)
         else:
             trainer.callback_metrics["autoprec/bits"] = torch.tensor(bits)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Goes back once more if training would end on weights that are not finite."""
+        self.plugin.end_training()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prints the table and writes the history, if asked to."""

@@ -16,7 +16,8 @@ from autoprec.demo.machine import version
 if TYPE_CHECKING:
     import typer
 
-_EXTRAS = {"cli": ("typer", "rich", "matplotlib", "sklearn")}  # modules of the extras that this version uses
+# modules of the extras that this version uses
+_EXTRAS = {"cli": ("typer", "rich", "matplotlib", "sklearn"), "compress": ("zstandard",)}
 _UNUSED_EXTRAS = ("rl", "sweep", "wandb", "report", "monitor", "ray")  # named for parts that are still to come
 _INSTALL = "Run `pip install '.[cli]'` in a checkout of autoprec."
 MIN_MINUTES = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -33,10 +34,13 @@ class Fallback:
 
     Attributes:
         overflows: Unit name to the number of overflows located there.
+        last_resort: Called with what happened and where before training would stop; returns ``None`` if it need not,
+            else what to say.
     """
 
     def __init__(self, root: nn.Module, knobs: Knobs, telemetry: Telemetry, runtime: Runtime) -> None:
         self.overflows: dict[str, int] = {}
+        self.last_resort: Callable[[str, str], str | None] | None = None
         self._root: nn.Module | None = root
         self._knobs = knobs
         self._telemetry = telemetry
@@ -99,11 +103,16 @@ class Fallback:
         verdict = guard.on_skipped(self._knobs.is_all_wide, is_backing_off, optimizer)
         if verdict is Verdict.STOP:
             where = self._first_offender(gradients) or "unknown"
+            skips = f"{guard.config.max_consecutive_skips} steps in a row had non-finite gradients"
+            cause = f"{skips} although {self._width()}"
+            past = "" if self.last_resort is None else self.last_resort(cause, where)
+            if past is None:
+                self._stop_search()
+                return
             raise NonFiniteTrainingError(
-                f"Training stopped at window {window}: {guard.config.max_consecutive_skips} steps in a row had"
-                f" non-finite gradients although {self._width()}. First offending layer: {where}. The weights are"
+                f"Training stopped at window {window}: {cause}. First offending layer: {where}. The weights are"
                 f" those of the last applied step ({applied_steps} applied, {skipped_steps} skipped)."
-                f" {_ADVICE[self._knobs.runs_in_fp32]}"
+                f"{past and f' {past}'} {_ADVICE[self._knobs.runs_in_fp32]}"
             )
         if is_finite(batch) and all(map(bool, self._earlier)):
             self._raise_offender(window + 1, applied_steps)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from autoprec.fused import FusedStep
 from autoprec.gradient_table import GradientTable, is_node_kept, uses_of
@@ -58,7 +59,7 @@ class FastPath:
         self._made_for = -1
         self._is_handed_out = False
         # in mid-run a kept graph would look like it
-        self._hooked = {id(p) for p in fused.parameters() if p.requires_grad and is_node_kept(p)}
+        self._hooked = {id(p) for p in fused.parameters() if p.requires_grad and not is_lazy(p) and is_node_kept(p)}
 
     def hand_out(self) -> bool:
         """Called before the forward of a training step: gives layers the copies they run on.

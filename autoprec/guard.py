@@ -1,7 +1,8 @@
 """The guard: what may be asked for, and what happens when a step had to be skipped. Always on, never learned.
 
 Level 1 is the loss scale, which backs off by itself. Level 2 raises the offending units to fp32 and holds them there;
-when skips do not end, all units and the operations between them. If fp32 itself stays non-finite, training stops.
+when skips do not end, all units and the operations between them. Level 3 goes back to a copy of the run
+(``rollback``). If that does not help either, training stops.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ FOREVER = -1
 
 class NonFiniteTrainingError(RuntimeError):
     """Training stopped: gradients stayed non-finite although everything ran in fp32."""
+
+
+class DivergedTrainingError(RuntimeError):
+    """Training stopped: the loss stayed far too high although the run had gone back to copies of its past."""
 
 
 class Verdict(Enum):
@@ -55,9 +60,12 @@ class Guard:
         end = self.held.get(unit)
         return end is not None and (end == FOREVER or applied_steps < end)
 
-    def hold(self, unit: str, applied_steps: int, forever: bool = False) -> None:
-        """Holds a raised unit, for ``config.hold`` applied steps or for the whole fit."""
-        self.held[unit] = FOREVER if forever else applied_steps + self.config.hold
+    def hold(self, unit: str, applied_steps: int, forever: bool = False, steps: int | None = None) -> None:
+        """Holds a raised unit, for ``steps`` applied steps (default: ``config.hold``) or for the whole fit."""
+        if forever or self.held.get(unit) == FOREVER:
+            self.held[unit] = FOREVER
+        else:
+            self.held[unit] = applied_steps + (self.config.hold if steps is None else steps)
 
     def check_format(
         self, unit: str, requested: str, legal: Sequence[str], applied_steps: int, reason: str | None = None
@@ -132,6 +140,10 @@ class Guard:
             return Verdict.STOP
         self.is_all_raised = True
         return Verdict.RAISE_ALL
+
+    def forget_skips(self) -> None:
+        """Begins to count anew: the run has gone back to before the skipped steps."""
+        self.skips.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns primitives only."""

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-Knob: TypeAlias = Literal["precision", "loss_scale", "batch_size", "clip", "accumulate", "policy"]
+Knob: TypeAlias = Literal["precision", "loss_scale", "batch_size", "clip", "accumulate", "policy", "rollback"]
 Outcome: TypeAlias = Literal["applied", "refused", "deferred", "limited"]
 Value: TypeAlias = str | float | int | None
 
@@ -28,7 +28,8 @@ class Decision:
 
     Args:
         step: Optimizer window before which it was decided, from 0, skipped windows included.
-        knob: Knob it concerns. ``"policy"`` records a fault of the policy itself.
+        knob: Knob it concerns. ``"policy"`` records a fault of the policy itself, ``"rollback"`` the guard's return to
+            a copy of the run, with applied steps as values.
         unit: Unit name for the precision knob, else ``None``.
         before: Value before.
         requested: Value asked for.

@@ -229,6 +229,23 @@ class Knobs:
         self.raise_units(dict.fromkeys(self.units, reason), step, applied_steps)
         self._make_act()
 
+    def quarantine(self, step: int, applied_steps: int, steps: int, reason: str) -> None:
+        """Guard, level 3: everything to fp32, held there for so many applied steps.
+
+        Args:
+            step: Index of the window that begins.
+            applied_steps: Applied optimizer steps so far.
+            steps: How long.
+            reason: Why.
+        """
+        self.loss_scale.growth_tracker = 0
+        if "precision" in self.masked:
+            return
+        if not self.is_all_wide:
+            self.raise_all(step, applied_steps, reason)
+        for name in self.units:
+            self.guard.hold(name, applied_steps, steps=steps)
+
     def move_loss_scale(self, found_inf: bool, step: int) -> None:
         """Lets the loss scale follow its rule after a window.
 

@@ -30,6 +30,7 @@ from autoprec.plugins import base_format, check_base, loss_scale_of, sync_scaler
 from autoprec.recovery import Recovery
 from autoprec.regions import evaluation_region, formats_region, recomputation_region
 from autoprec.retry import StepRetry
+from autoprec.rollback import Rollback
 from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.settings import checked_settings
 from autoprec.steering import Steering
@@ -81,6 +82,7 @@ class AutoPrecision(WrappedPrecision):
         self._recovery: Recovery | None = None
         self._retry: StepRetry | None = None
         self._stepping: Stepping | None = None
+        self._rollback: Rollback | None = None
         self._is_in_batch: Callable[[], bool] = bool
         self._is_last_batch: Callable[[], bool] = bool
 
@@ -127,6 +129,8 @@ class AutoPrecision(WrappedPrecision):
             steering.learning_rate.attach(optimizers)
             steering.schedules.attach(lr_schedulers, steering.is_automatic, self._is_in_batch, self._is_last_batch)
             self._stepping = Stepping(self, steering, optimizers, self._recovery)
+            is_watching = steering.is_automatic and len(self.settings.knobs) > 0
+            self._rollback = Rollback(steering, optimizers, lr_schedulers, is_watching, self._stepping.distrust)
         return self.base.connect(model, optimizers, lr_schedulers)
 
     def teardown(self) -> None:
@@ -139,6 +143,8 @@ class AutoPrecision(WrappedPrecision):
         if self._retry is not None:
             self._retry.remove()
             self._retry = self._recovery = None
+        if self._rollback is not None:
+            self._rollback.release()
         if self._stepping is not None:
             self._stepping.release()
             self._stepping = None
@@ -176,7 +182,18 @@ class AutoPrecision(WrappedPrecision):
         data = self.base.convert_input(data)
         if self._active is not None:
             self._active.note_batch(data)
+            self.begin_batch()
         return data
+
+    def begin_batch(self) -> None:
+        """Called before each batch of any stage: copies of the run are taken and used between training batches."""
+        if self._rollback is not None:
+            self._rollback.at_boundary()
+
+    def end_training(self) -> None:
+        """Called after the last training batch: training must not end on weights that are not finite."""
+        if self._rollback is not None:
+            self._rollback.at_end()
 
     @contextlib.contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
@@ -277,13 +294,18 @@ class AutoPrecision(WrappedPrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that a resumed run needs, as primitives."""
-        return {"version": STATE_VERSION} if self.steering is None else self.steering.state_dict()
+        if self.steering is None:
+            return {"version": STATE_VERSION}
+        state = self.steering.state_dict()
+        return state if self._rollback is None else {**state, "rollback": self._rollback.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what ``state_dict`` returned."""
         check_version(state_dict)
         if self.steering is not None and "knobs" in state_dict:
             self.steering.load_state_dict(state_dict)
+            if self._rollback is not None:
+                self._rollback.load_state_dict(state_dict.get("rollback", {}))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Takes over the loss scale of a checkpoint that was written under static AMP; says what starts anew."""

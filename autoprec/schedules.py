@@ -169,6 +169,10 @@ class ScheduleHold:
         for held in self._held:
             held.stretch(length)
 
+    def held(self) -> list[Any]:
+        """The schedules that miss a call for a skipped step."""
+        return [held.scheduler for held in self._held] if self._is_on else []
+
     def state(self) -> list[State]:
         """Returns primitives only."""
         return [held.state() for held in self._held]

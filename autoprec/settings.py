@@ -8,6 +8,7 @@ from typing import NamedTuple
 from autoprec.config import AutoPrecisionConfig
 from autoprec.formats import nearest
 from autoprec.knobs import KNOBS
+from autoprec.packing import load_codec
 
 
 class PluginSettings(NamedTuple):
@@ -29,6 +30,7 @@ def checked_settings(config: AutoPrecisionConfig | None, knobs: Sequence[str], e
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If a name is unknown. The message lists the names and the nearest one.
+        ModuleNotFoundError: If copies of the run are to be compressed and zstandard is not installed.
     """
     if config is not None and not isinstance(config, AutoPrecisionConfig):
         raise TypeError(
@@ -42,4 +44,6 @@ def checked_settings(config: AutoPrecisionConfig | None, knobs: Sequence[str], e
         raise ValueError(f"Passed `knobs={knobs!r}`. `knobs` must hold names out of {list(KNOBS)}.{hint}")
     if eval_precision not in ("base", "current"):
         raise ValueError(f"Passed `eval_precision={eval_precision!r}`. It must be 'base' or 'current'.")
+    if config is not None and config.rollback.compress:
+        load_codec()
     return PluginSettings(config or AutoPrecisionConfig(), tuple(knobs), eval_precision)

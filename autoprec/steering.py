@@ -63,6 +63,11 @@ class Steering:
         lower_batch_size: Called with the rows of a batch that did not fit; returns whether there was a smaller size to
             go to. ``None`` where nobody can lower it: then an out-of-memory error ends the run.
         is_lost: Whether the current window is lost to memory.
+        undone_windows: Applied steps that a return to a copy of the run has undone; ``applied_steps`` counts them no
+            more.
+        rollbacks: How often the run went back.
+        copies: What copies of the run there were at the end, for the table.
+        has_skipped: Whether a step was skipped since somebody looked at the weights.
         is_sampling: Whether the current window is measured in detail for a decision.
         samples: Windows measured in detail so far.
         is_in_step: Whether ``training_step`` is running.
@@ -107,6 +112,10 @@ class Steering:
         self.lost_samples = 0
         self.lower_batch_size: Callable[[int], bool] | None = None
         self.is_lost = False
+        self.undone_windows = 0
+        self.rollbacks = 0
+        self.copies = ""
+        self.has_skipped = False
         self.is_sampling = False
         self.samples = 0
         self.backwards = 0
@@ -387,6 +396,7 @@ class Steering:
         if self._follows_trainer:
             self.knobs.loss_scale.update(found_inf=True)
         self.skipped_steps += 1
+        self.has_skipped = True
         if self._skipping_since is None:
             self._skipping_since = self.window
         self.telemetry.note_skipped()
@@ -397,6 +407,19 @@ class Steering:
                 " could not be put back."
             )
         self.fallback.on_skipped(gradients, self.window, self.applied_steps, self.skipped_steps, self._batch, optimizer)
+
+    def go_back(self, applied_steps: int, telemetry: Mapping[str, Any]) -> None:
+        """Counts the steps that a return to a copy of the run undoes; the caller has put weights and optimizers back.
+
+        Args:
+            applied_steps: Those of the copy.
+            telemetry: What ``Telemetry.copies`` returned then.
+        """
+        self.undone_windows += self.applied_steps - applied_steps
+        self.applied_steps = applied_steps
+        self.telemetry.go_back(telemetry)
+        self.knobs.guard.forget_skips()
+        self.knobs.unit_formats.go_back(applied_steps)
 
     # ---- state ----
 
@@ -413,6 +436,9 @@ class Steering:
             "policy_failures": self.policy_failures,
             "lost_windows": self.lost_windows,
             "lost_samples": self.lost_samples,
+            "undone_windows": self.undone_windows,
+            "rollbacks": self.rollbacks,
+            "has_skipped": self.has_skipped,
             "skipping_since": self._skipping_since,
             "overflows": dict(self.fallback.overflows),
             "is_sampling": self.is_sampling,
@@ -438,6 +464,9 @@ class Steering:
         self.policy_failures = int(state.get("policy_failures", 0))
         for name in ("lost_windows", "lost_samples"):
             setattr(self, name, int(state.get(name, 0)))
+        for name in ("undone_windows", "rollbacks"):
+            setattr(self, name, int(state.get(name, 0)))
+        self.has_skipped = bool(state.get("has_skipped", False))
         self._skipping_since = state["skipping_since"]
         self.fallback.overflows = dict(state["overflows"])
         self.is_sampling = bool(state["is_sampling"])

@@ -136,6 +136,10 @@ class Stepping:
     def begin_evaluation(self) -> None:
         """Called at each validation step: Lightning has emptied ``.grad``, and weights may have been swapped."""
         self._latest = None
+        self.distrust()
+
+    def distrust(self) -> None:
+        """Called where weights were written: low-precision copies of them are written anew before the next step."""
         if self._fast_path is not None:
             self._fast_path.distrust()
 

@@ -55,37 +55,57 @@ def summarize(steering: Steering, policy: str) -> str:
     knobs = steering.knobs
     lines = [f"autoprec, policy {policy}, started from {knobs.base.precision}"]
     lines += _format_lines(steering)
-    skipped = f"  steps      {steering.applied_steps} applied, {steering.skipped_steps} skipped as non-finite"
-    if steering.user_skipped_steps:
-        skipped += f", {steering.user_skipped_steps} without a loss"
-    lines.append(skipped)
-    if steering.lost_samples or steering.lost_windows:
-        lines.append(
-            f"  memory     {steering.lost_windows} windows were lost to out-of-memory errors, with"
-            f" {steering.lost_samples} samples"
-        )
-    if steering.skipped_steps and not steering.applied_steps:
-        lines.append("  NO STEP WAS APPLIED: the weights are those that training started with")
+    lines += _step_lines(steering)
     if knobs.loss_scale.enabled:
         lines.append(f"  loss scale {knobs.loss_scale.scale:g}")
     else:
         lines.append("  loss scale not in use (nothing runs in fp16)")
     lines.append(_clip_line(steering))
     lines += _learning_rate_lines(steering.learning_rate)
-    noise_scale, error = steering.telemetry.noise.scale.estimate
-    if math.isfinite(noise_scale):
-        batch = steering.telemetry.noise.effective_batch
-        lines.append(f"  noise      scale {noise_scale:.3g} +- {error:.2g} samples, {batch:g} in a step")
+    lines += _noise_lines(steering)
     lines += _kernel_lines(steering)
-    faults = [decision for decision in steering.history if decision.knob == "policy"]
-    for fault in faults:
-        lines.append(f"  POLICY FAILED in window {fault.step}, what it was asked there did not happen: {fault.reason}")
-    if steering.policy_failures > len(faults):
-        lines.append(f"  POLICY FAILED {steering.policy_failures} times in all")
-    for name, count in steering.fallback.overflows.items():
-        lines.append(f"  overflow   {name}: {count}")
+    lines += _fault_lines(steering)
+    lines += [f"  overflow   {name}: {count}" for name, count in steering.fallback.overflows.items()]
     lines += _refusals(steering)
     return "\n".join(lines)
+
+
+def _step_lines(steering: Steering) -> list[str]:
+    """What became of the windows, and what there is to go back to."""
+    steps = f"  steps      {steering.applied_steps} applied, {steering.skipped_steps} skipped as non-finite"
+    if steering.user_skipped_steps:
+        steps += f", {steering.user_skipped_steps} without a loss"
+    if steering.undone_windows:
+        steps += f", {steering.undone_windows} undone"
+    lines = [steps]
+    if steering.skipped_steps and not steering.applied_steps:
+        lines.append("  NO STEP WAS APPLIED: the weights are those that training started with")
+    if steering.lost_samples or steering.lost_windows:
+        windows, samples = steering.lost_windows, steering.lost_samples
+        lines.append(f"  memory     {windows} windows were lost to out-of-memory errors, with {samples} samples")
+    if steering.copies:
+        times = f"{steering.rollbacks} rollback{'' if steering.rollbacks == 1 else 's'}"
+        lines.append(f"  rollback   {steering.copies}, {times}")
+    return lines
+
+
+def _noise_lines(steering: Steering) -> list[str]:
+    noise_scale, error = steering.telemetry.noise.scale.estimate
+    if not math.isfinite(noise_scale):
+        return []
+    batch = steering.telemetry.noise.effective_batch
+    return [f"  noise      scale {noise_scale:.3g} +- {error:.2g} samples, {batch:g} in a step"]
+
+
+def _fault_lines(steering: Steering) -> list[str]:
+    faults = [decision for decision in steering.history if decision.knob == "policy"]
+    lines = [
+        f"  POLICY FAILED in window {fault.step}, what it was asked there did not happen: {fault.reason}"
+        for fault in faults
+    ]
+    if steering.policy_failures > len(faults):
+        lines.append(f"  POLICY FAILED {steering.policy_failures} times in all")
+    return lines
 
 
 def _kernel_lines(steering: Steering) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,16 @@ from autoprec.units import Unit
 WINDOW = 64
 LEVEL = 32  # losses in what counts as the level of the loss
 FEWEST = 8
+_WINDOWS = ("losses", "loss_scales", "norms", "outcomes", "clipped")
 
 
 def _window() -> deque[float]:
     return deque(maxlen=WINDOW)
+
+
+def _refill(window: deque[Any], values: Iterable[Any]) -> None:
+    window.clear()
+    window.extend(values)
 
 
 @dataclass
@@ -71,11 +77,13 @@ class Telemetry:
 
     Attributes:
         noise: Measures the gradient-noise scale.
+        loss_count: Losses noted so far.
     """
 
     def __init__(self, units: Sequence[Unit], norm_window: int = WINDOW) -> None:
         self.units = {unit.name: UnitTelemetry() for unit in units}
         self.losses: deque[float] = _window()
+        self.loss_count = 0
         self.loss_scales: deque[float] = _window()
         self.norms: deque[float] = deque(maxlen=norm_window)
         self.outcomes: deque[int] = deque(maxlen=WINDOW)  # 1 applied, 0 skipped
@@ -99,6 +107,7 @@ class Telemetry:
         is_scalar = loss.ndim == 0 and loss.dtype is torch.float32
         kept = loss if is_scalar else loss.float().mean()
         self._pending_losses.append(kept)
+        self.loss_count += 1
         del self._pending_losses[:-WINDOW]
         return kept
 
@@ -220,7 +229,7 @@ class Telemetry:
 
     def flush(self) -> None:
         """Reads what is still on the device; called when a decision or a checkpoint is due."""
-        self._flush_losses()
+        self.flush_losses()
         for names, norms in self._pending_norms:
             squares: dict[str, float] = {}
             for name, norm in zip(names, norms.tolist(), strict=True):
@@ -230,7 +239,8 @@ class Telemetry:
                 self.units[name].norms.append(math.sqrt(square))
         self._pending_norms.clear()
 
-    def _flush_losses(self) -> None:
+    def flush_losses(self) -> None:
+        """Reads the losses that are still on the device."""
         if self._pending_losses:
             self.losses.extend(torch.stack(self._pending_losses).tolist())
             self._losses_since_change += len(self._pending_losses)
@@ -238,7 +248,7 @@ class Telemetry:
 
     def note_new_formats(self) -> None:
         """Keeps the level of the loss, to be compared with what follows; called when formats have changed."""
-        self._flush_losses()
+        self.flush_losses()
         self._loss_at_change, self._losses_since_change = _level(list(self.losses)[-LEVEL:]), 0
 
     @property
@@ -252,6 +262,25 @@ class Telemetry:
         """Forgets the counts of events that the last decision has seen."""
         for unit in self.units.values():
             unit.overflow_count = 0
+
+    def copies(self) -> dict[str, Any]:
+        """Returns copies of all windows, without reading what is still on the device."""
+        return {
+            "windows": {name: list(getattr(self, name)) for name in _WINDOWS},
+            "pending": (list(self._pending_losses), list(self._pending_norms)),
+            "units": {name: (list(unit.norms), list(unit.act_amax)) for name, unit in self.units.items()},
+        }
+
+    def go_back(self, copies: Mapping[str, Any]) -> None:
+        """Forgets the windows since ``copies`` was called, skipped ones included."""
+        for name in _WINDOWS:
+            _refill(getattr(self, name), copies["windows"][name])
+        losses, norms = copies["pending"]
+        self._pending_losses[:] = losses
+        _refill(self._pending_norms, norms)
+        for name, (unit_norms, act_amax) in copies["units"].items():
+            _refill(self.units[name].norms, unit_norms)
+            _refill(self.units[name].act_amax, act_amax)
 
     @property
     def median_norm(self) -> float:
@@ -269,6 +298,7 @@ class Telemetry:
             "losses": list(self.losses),
             "loss_at_change": self._loss_at_change,
             "losses_since_change": self._losses_since_change,
+            "loss_count": self.loss_count,
             "loss_scales": list(self.loss_scales),
             "norms": list(self.norms),
             "outcomes": list(self.outcomes),
@@ -282,10 +312,9 @@ class Telemetry:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what ``state_dict`` returned; units that are not in this model are left out."""
-        for name in ("losses", "loss_scales", "norms", "outcomes", "clipped"):
-            window: deque[Any] = getattr(self, name)
-            window.clear()
-            window.extend(state[name])
+        for name in _WINDOWS:
+            _refill(getattr(self, name), state[name])
+        self.loss_count = int(state.get("loss_count", 0))
         if "noise" in state:  # not in a checkpoint of an earlier version
             self.noise.load_state_dict(state["noise"])
         self._loss_at_change = float(state.get("loss_at_change", math.nan))

@@ -169,6 +169,11 @@ class UnitFormats:
         self.named.update(changes)
         self.maps.add(self._map_key({}))
 
+    def go_back(self, applied_steps: int) -> None:
+        """Notes that the run has gone back: no change lies after so many applied steps."""
+        for name, at in self.changed_at.items():
+            self.changed_at[name] = min(at, applied_steps)
+
     def hand_over(self) -> None:
         """Hands the formats to the layers; leaves them untouched while they match what the Trainer would run."""
         matches = all(self.current[unit.name] == self._base_format(unit) for unit in self.units.values())

@@ -23,6 +23,7 @@ from autoprec import (
     GuardConfig,
     LossScaleConfig,
     NonFiniteTrainingError,
+    RollbackConfig,
 )
 from tests.support import (
     Ask,
@@ -134,8 +135,9 @@ def test_a03_weights_that_are_nan_already_are_named() -> None:
         cpu(callbacks=[scripted()]).fit(Task(net, torch.rand(800, 4)))
 
 
-def test_a03_gradients_that_are_never_cleared() -> None:
-    """One inf stays in the gradient for ever when nobody clears it."""
+@pytest.mark.parametrize("keep", [0, 1])
+def test_a03_gradients_that_are_never_cleared(keep: int) -> None:
+    """One inf stays in the gradient for ever when nobody clears it; a rollback does."""
 
     class NeverCleared(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -143,11 +145,17 @@ def test_a03_gradients_that_are_never_cleared() -> None:
             optimizer: Any = self.optimizers()
             optimizer.step()
 
-    ap = scripted()
+    config = AutoPrecisionConfig(rollback=RollbackConfig(keep=keep), loss_scale=LossScaleConfig(init_scale=128.0))
+    ap = scripted(config=config)
     task = NeverCleared(nn.Linear(4, 1), torch.ones(2400, 4), loss=functools.partial(squares_but, bad=(3,)))
-    with stops_for_good():
-        cpu(plugins=fp16cpu(8), callbacks=[ap]).fit(task)
-    assert ap.applied_steps == 3
+    if keep:
+        with pytest.warns(UserWarning, match="goes back to its copy|everything runs in fp32"):
+            cpu(plugins=fp16cpu(8), callbacks=[ap]).fit(task)
+        assert ap.undone_windows == 3
+    else:
+        with stops_for_good():
+            cpu(plugins=fp16cpu(8), callbacks=[ap]).fit(task)
+    assert ap.applied_steps == (300 - 3 - ap.skipped_steps if keep else 3)
     assert_finite(task)
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from autoprec import Action, AutoPrecisionCallback, AutoPrecisionConfig, NonFiniteTrainingError, ScriptedController
-from autoprec.config import GuardConfig, LossScaleConfig
+from autoprec.config import GuardConfig, LossScaleConfig, RollbackConfig
 from autoprec.encoding import Observation, feature
 from autoprec.locate import is_finite
 from autoprec.rule import RuleController
@@ -258,6 +258,38 @@ def test_g02_a_scale_at_its_floor_is_not_the_last_answer() -> None:
     assert set(ap.precision_map().values()) == {"fp32"}
 
 
+def explode(module: LightningModule) -> None:
+    """Weights that no precision can compute with, all finite."""
+    for parameter in module.parameters():
+        parameter.mul_(1e30)
+
+
+@pytest.mark.parametrize("explosions", [[120], [120, 200, 270]])
+def test_g02_explosions_that_no_scale_cures_are_answered_by_going_back(explosions: list[int]) -> None:
+    class Explodes(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            if args[-1] in explosions:
+                with torch.no_grad():
+                    explode(pl_module)
+
+    config = AutoPrecisionConfig(
+        loss_scale=LossScaleConfig(init_scale=1024.0),
+        guard=GuardConfig(max_consecutive_skips=5, hold=20),
+        rollback=RollbackConfig(every=25, quarantine=20),
+    )
+    module, ap = task(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), 320), scripted(config=config)
+    with pytest.warns(UserWarning, match="."):
+        cpu(callbacks=[ap, Explodes()], plugins=fp16cpu(1024.0)).fit(module)
+    went_back = rows(ap.history, "rollback", "applied")
+    assert len(went_back) == len(explosions)
+    for row, window in zip(went_back, explosions, strict=True):
+        assert window < row.step <= window + 12
+        assert row.recovered_at == row.step
+    assert ap.skipped_steps <= 11 * len(explosions)  # lowering the scale was not the only answer
+    assert ap.applied_steps + ap.skipped_steps + ap.undone_windows == 320
+    assert_finite(module)
+
+
 # ---- g04: wider is not always safer ----
 
 
@@ -328,6 +360,25 @@ def test_g05_late_overflow_raises_the_layer_within_five_steps(
     assert ap.applied_steps + ap.skipped_steps == 320
     assert ap.skipped_steps <= 5
     assert ap.precision_map()["net.2"] == "fp16"
+    assert_finite(net)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("plugin", [lambda: fp16cpu(16.0), lambda: None], ids=["fp16", "fp32"])
+def test_g05_a_weight_that_is_not_finite_late_is_taken_back(bad: float, plugin: Callable[[], Any]) -> None:
+    class Breaks(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+            if args[-1] == 250:
+                with torch.no_grad():
+                    pl_module.get_parameter("net.0.weight")[0, 0] = bad
+
+    config = AutoPrecisionConfig(rollback=RollbackConfig(every=10))
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    ap = AutoPrecisionCallback(interval=10, config=config)
+    with pytest.warns(UserWarning, match="goes back to its copy of window 250"):
+        cpu(callbacks=[ap, Breaks()], plugins=plugin()).fit(task(net, 320))
+    (row,) = rows(ap.history, "rollback")
+    assert 250 < row.step <= 261  # tanh hides inf from the loss until the next copy is due
     assert_finite(net)
 
 

@@ -30,6 +30,7 @@ HEAVY = {
     "triton",
     "typer",
     "wandb",
+    "zstandard",
 }
 CORE = {"autoprec", "lightning", "numpy", "platformdirs", "pydantic", "safetensors", "torch", "yaml"}
 

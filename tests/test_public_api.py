@@ -24,6 +24,7 @@ PUBLIC = [
     "ClipConfig",
     "Controller",
     "Decision",
+    "DivergedTrainingError",
     "FixedController",
     "GuardConfig",
     "History",

@@ -1,0 +1,87 @@
+"""Tells a loss that is far too high for long from one that only jumps about."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_WINDOW = 64
+_AT_LEAST = 16
+# half the spread of a normal distribution lies within so many standard deviations
+_ROBUST = 1.4826
+# smallest spread, in units of the largest median so far: a flat loss is no reason to call a small rise high
+_FLOOR = 0.02
+
+
+class LossWatch:
+    """Counts losses in a row above median + ``spreads`` x spread of the losses before.
+
+    The spread is the median distance from the median, at least 2% of the largest median that the run has had: a loss
+    that has come down to a hundredth may rise to where it began without counting as high. High losses do not enter the
+    median.
+
+    Args:
+        spreads: How far above the median is too high; ``inf`` for never.
+
+    Attributes:
+        streak: High losses in a row.
+        newest: The newest loss, NaN before the first.
+    """
+
+    def __init__(self, spreads: float) -> None:
+        self.streak = 0
+        self.newest = math.nan
+        self._spreads = spreads
+        self._ordinary: deque[float] = deque(maxlen=_WINDOW)
+        self._largest_median = 0.0
+
+    @property
+    def bound(self) -> float:
+        """Losses above it are too high; ``inf`` until enough losses are known."""
+        if len(self._ordinary) < _AT_LEAST or math.isinf(self._spreads):
+            return math.inf
+        median = statistics.median(self._ordinary)
+        spread = _ROBUST * statistics.median([abs(loss - median) for loss in self._ordinary])
+        if len(self._ordinary) == _WINDOW:
+            self._largest_median = max(self._largest_median, abs(median))
+        return median + self._spreads * max(spread, _FLOOR * max(self._largest_median, abs(median)))
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether the newest loss is finite and none is high."""
+        return self.streak == 0 and not math.isinf(self.newest) and (math.isfinite(self.newest) or not self._ordinary)
+
+    def note(self, losses: Iterable[float]) -> None:
+        """Notes losses, oldest first. The bound is that of the losses before them all.
+
+        Args:
+            losses: Finite or not; what is not finite leaves the count as it is, the step is skipped anyway.
+        """
+        bound = self.bound
+        for loss in losses:
+            self.newest = loss
+            if not math.isfinite(loss):
+                continue
+            if loss > bound:
+                self.streak += 1
+            else:
+                self.streak = 0
+                self._ordinary.append(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns primitives only."""
+        return {
+            "streak": self.streak,
+            "newest": self.newest,
+            "ordinary": list(self._ordinary),
+            "largest_median": self._largest_median,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` returned."""
+        self.streak, self.newest = int(state["streak"]), float(state["newest"])
+        self._ordinary = deque(map(float, state["ordinary"]), maxlen=_WINDOW)
+        self._largest_median = float(state["largest_median"])
