@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,15 @@ from autoprec.precision import AutoPrecision
 from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.steering import Steering
 from autoprec.summary import mean_bits, metrics, no_decision, summarize
-from autoprec.trainer_facts import check_alone, check_trainer, loader_batch_size, log_interval, progress
+from autoprec.trainer_facts import (
+    check_alone,
+    check_trainer,
+    is_over,
+    loader_batch_size,
+    log_interval,
+    next_epoch,
+    progress,
+)
 
 
 class AutoPrecisionCallback(Callback):
@@ -96,6 +105,9 @@ class AutoPrecisionCallback(Callback):
         self._next_script = 0
         self._next_epoch = 0
         self._asking = Asking(self.controller, self.plugin)
+        self._asked_ahead: tuple[int, Action] | None = None
+        self._first_map: Action | None = None
+        self._is_ready = False
         self._saved_controller: dict[str, Any] | None = None
         self._has_new_policy = False
 
@@ -122,14 +134,20 @@ class AutoPrecisionCallback(Callback):
         return 0 if self.steering is None else self.steering.skipped_steps
 
     @property
+    def lost_samples(self) -> int:
+        """Samples that epochs ended without, because their batches did not fit into memory."""
+        return 0 if self.steering is None else self.steering.lost_samples
+
+    @property
     def loss_scale(self) -> float:
         """Current loss scale, 1.0 if none is in use."""
         return 1.0 if self.steering is None else self.steering.knobs.loss_scale.scale
 
     @property
     def batch_size(self) -> int | None:
-        """The loader's batch size per rank, ``None`` if it is not known."""
-        return loader_batch_size(self._installation.owner)
+        """The batch size per rank in force, of the first loader if there are several; ``None`` if it is not known."""
+        size = None if self.steering is None else self.steering.knobs.batch_size.size
+        return loader_batch_size(self._installation.owner) if size is None else size
 
     @property
     def clip_threshold(self) -> float:
@@ -194,16 +212,30 @@ class AutoPrecisionCallback(Callback):
         if not steered_units(knobs) and "precision" not in knobs.masked and self.verbose:
             rank_zero_info("autoprec: no layer of this model can be steered; loss scale and clipping still are.")
         self._asking.start(knobs)
+        knobs.accumulation.attach(trainer)
+        knobs.batch_size.attach(trainer, self._make_ready)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restores what a checkpoint held, or applies the controller's first map."""
+        self._make_ready()
         steering = self._fit
+        steering.begin_epoch()
+        if self._first_map is not None:
+            self._apply(Answer(self._first_map), f"first map of policy {self.controller.name!r}")
+            steering.requests.warn_of_unknown_names()
+
+    def _make_ready(self) -> None:
+        """Called once per fit when the first loaders are set up, which is before training starts."""
+        if self._is_ready:
+            return
+        self._is_ready = True
         if self._saved_controller is not None:
             self._asking.load(self._saved_controller)
-        is_new = steering.window == 0 and self._next_script == 0
-        if is_new or self._has_new_policy:
-            self._apply(Answer(self._asking.first_map()), f"first map of policy {self.controller.name!r}")
-            steering.requests.warn_of_unknown_names()
+        if (self._fit.window == 0 and self._next_script == 0) or self._has_new_policy:
+            self._first_map = self._asking.first_map()
+        progress = self._installation.owner.fit_loop.epoch_progress.current
+        if progress.started == progress.processed:  # else it goes on in the middle of an epoch
+            self._ask_ahead(progress.processed)
 
     @property
     def _fit(self) -> Steering:
@@ -225,13 +257,35 @@ class AutoPrecisionCallback(Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Applies what the controller wants from this epoch on."""
+        self._fit.begin_epoch()
         self._ask_for_epoch(trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Asks for the next epoch's batch size, which must be known before its loaders are set up."""
+        self._fit.finish_window()
+        if not is_over(trainer):
+            self._ask_ahead(next_epoch(trainer))
+        self._fit.knobs.batch_size.end_epoch()
+
+    def _ask_ahead(self, epoch: int) -> None:
+        is_known = self._asked_ahead is not None and self._asked_ahead[0] == epoch
+        if epoch < self._next_epoch or is_known:
+            return
+        action = self._asking.for_epoch(epoch) or Action()
+        self._asked_ahead = epoch, replace(action, batch_size=None)
+        if action.batch_size is not None:
+            self._fit.knobs.batch_size.plan(action.batch_size, self._fit.window, f"epoch {epoch}")
 
     def _ask_for_epoch(self, epoch: int) -> None:
         if epoch < self._next_epoch:
             return
         self._next_epoch = epoch + 1
-        self._apply(Answer(self._asking.for_epoch(epoch)), f"epoch {epoch}")
+        if self._asked_ahead is not None and self._asked_ahead[0] == epoch:
+            action: Action | None = self._asked_ahead[1]
+        else:
+            action = self._asking.for_epoch(epoch)
+        self._asked_ahead = None
+        self._apply(Answer(action), f"epoch {epoch}")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -321,6 +375,7 @@ class AutoPrecisionCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that a resumed run needs, as primitives and the controller's tensors."""
+        ahead = self._asked_ahead
         return {
             "version": STATE_VERSION,
             "policy": self.controller.name,
@@ -329,6 +384,7 @@ class AutoPrecisionCallback(Callback):
             "seen_samples": self._seen_samples,
             "next_script": self._next_script,
             "next_epoch": self._next_epoch,
+            "asked_ahead": None if ahead is None else [ahead[0], asdict(ahead[1])],
         }
 
     def on_save_checkpoint(
@@ -347,7 +403,9 @@ class AutoPrecisionCallback(Callback):
         self._seen_samples = int(state_dict["seen_samples"])
         self._next_script = int(state_dict["next_script"])
         self._next_epoch = int(state_dict["next_epoch"])
+        ahead = state_dict.get("asked_ahead")
         if state_dict["policy"] == self.controller.name:
+            self._asked_ahead = None if ahead is None else (int(ahead[0]), Action(**ahead[1]))
             self._saved_controller = dict(state_dict["controller"])
         else:
             self._has_new_policy = True

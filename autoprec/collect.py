@@ -142,6 +142,7 @@ def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float) -> GlobalR
         norms=tuple(telemetry.norms),
         clip_threshold=knobs.clip,
         progress=progress,
+        batch_size=knobs.batch_size.size or 0,
         movable=frozenset(_movable(knobs)),
         loss_scale_limits=(knobs.loss_scale.config.floor, knobs.loss_scale.config.cap),
     )

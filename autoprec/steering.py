@@ -7,7 +7,7 @@ the end of a window (``request_queue``), and the question when a decision is due
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -53,6 +53,10 @@ class Steering:
         applied_steps: Optimizer steps taken.
         skipped_steps: Optimizer steps not taken because a gradient was not finite.
         user_skipped_steps: Windows in which ``training_step`` returned no loss.
+        lost_samples: Samples of an epoch that it ended without, because their batches did not fit into memory.
+        batch_factor: The effective batch in units of the one that the run began with.
+        lower_batch_size: Called with the samples of a batch that did not fit into memory; returns whether there was a
+            smaller size to go to.
         is_sampling: Whether the current window is measured in detail for a decision.
         samples: Windows measured in detail so far.
         is_in_step: Whether ``training_step`` is running.
@@ -84,6 +88,11 @@ class Steering:
             prepare(units, self.runtime)
         self.knobs = Knobs(units, self.runtime, config, masked, base, loss_scale, self.history)
         self.telemetry = Telemetry(units, config.clip.window)
+        self.knobs.batch_size.on_change = self.knobs.accumulation.on_change = self._note_batch
+        self.knobs.batch_size.on_lost = self._note_lost
+        self.lower_batch_size: Callable[[int], bool] | None = self._lower_batch_size
+        self.batch_factor = 1.0
+        self.lost_samples = 0
         self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
         self.schedules = ScheduleHold(config)
         self.manual_scaling = ManualScaling(loss_scale, is_automatic)
@@ -140,6 +149,8 @@ class Steering:
         """Leaves module and schedules as they were found; what was measured and decided stays readable."""
         self.fallback.release()
         self.schedules.detach()
+        self.knobs.batch_size.release()
+        self.knobs.accumulation.release()
         for unit in self.knobs.units.values():
             unit.states.clear()
         self._rescue.end_trial()
@@ -245,6 +256,32 @@ class Steering:
     def apply_pending(self) -> None:
         """Applies what was requested inside the last window; called at a boundary."""
         self.requests.apply_pending(self.window, self.applied_steps)
+        if self.knobs.accumulation.is_waiting:
+            self.knobs.accumulation.apply_if_aligned(self.window)
+
+    def begin_epoch(self) -> None:
+        """Called when an epoch begins, once its loaders are set up: sizes that waited for it act from here on."""
+        self.knobs.batch_size.begin_epoch(self.window)
+        self.apply_pending()
+
+    # ---- the effective batch ----
+
+    def on_batch_changed(self, k: float) -> None:
+        """Called after a change of the effective batch.
+
+        Args:
+            k: The effective batch in units of the one that the run began with.
+        """
+        self.batch_factor = k
+
+    def _note_batch(self) -> None:
+        self.on_batch_changed(self.knobs.batch_size.factor * self.knobs.accumulation.factor)
+
+    def _note_lost(self, samples: int) -> None:
+        self.lost_samples += samples
+
+    def _lower_batch_size(self, rows: int) -> bool:
+        return self.knobs.batch_size.lower(rows, self.window)
 
     def prepare_retry(self, failed_attempts: int, error: BaseException) -> bool:
         """Called when a training step raised: makes the next attempt safer, unless the step has taken effect.
@@ -281,6 +318,8 @@ class Steering:
         """
         self._has_stepped = self._has_counted = True
         self.applied_steps += 1
+        if self.knobs.batch_size.is_unproven:
+            self.knobs.batch_size.prove()
         if self._follows_trainer:
             self.knobs.loss_scale.update(found_inf=False)
         self.fallback.on_applied(optimizer)
@@ -334,6 +373,7 @@ class Steering:
             "applied_steps": self.applied_steps,
             "skipped_steps": self.skipped_steps,
             "user_skipped_steps": self.user_skipped_steps,
+            "lost_samples": self.lost_samples,
             "skipping_since": self._skipping_since,
             "overflows": dict(self.fallback.overflows),
             "is_sampling": self.is_sampling,
@@ -355,6 +395,7 @@ class Steering:
         check_version(state)
         for name in ("window", "applied_steps", "skipped_steps", "user_skipped_steps", "samples"):
             setattr(self, name, int(state[name]))
+        self.lost_samples = int(state.get("lost_samples", 0))
         self._skipping_since = state["skipping_since"]
         self.fallback.overflows = dict(state["overflows"])
         self.is_sampling = bool(state["is_sampling"])
@@ -363,7 +404,7 @@ class Steering:
         self.requests.load(state["pending"])
         self.history.load(state["history"])
         self.telemetry.load_state_dict(state["telemetry"])
-        self.knobs.load_state_dict(state["knobs"])
+        self.knobs.load_state_dict(state["knobs"], self.window)
         self._rescue.end_trial()
         self._rescue.start_trial()
         self._is_window_open = self._has_stepped = self._has_counted = self._found_inf = False

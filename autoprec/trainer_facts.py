@@ -78,6 +78,17 @@ def progress(trainer: pl.Trainer) -> float:
     return min(done / epochs, 1.0)
 
 
+def is_over(trainer: pl.Trainer) -> bool:
+    """Whether the epoch that has just ended was the last."""
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    return (epochs is not None and -1 < epochs <= next_epoch(trainer)) or -1 < steps <= trainer.global_step
+
+
+def next_epoch(trainer: Any) -> int:
+    """Index of the epoch that comes, between epochs."""
+    return int(trainer.fit_loop.epoch_progress.current.processed)
+
+
 def loader_batch_size(trainer: Any) -> int | None:
     """Batch size of the loader in use, ``None`` if it is not known."""
     loader = getattr(trainer, "train_dataloader", None)

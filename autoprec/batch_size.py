@@ -1,0 +1,512 @@
+"""The batch size of one fit: what is asked for, what is legal, when it acts, and what is put on record.
+
+A size acts from the first batch of an epoch on. It is *proven* by one applied step; until then an out-of-memory error
+leads back to the last proven size, in the middle of an epoch too. What does not live here: how a loader is given a size
+(``loaders``), which sizes are legal (``legal_sizes``) and who asks (``callback``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from autoprec.accumulation import batches_done
+from autoprec.config import BatchConfig
+from autoprec.history import Decision, History, Outcome
+from autoprec.legal_sizes import SizeLimits, nearest_legal, sizes_of
+from autoprec.loaders import LoaderSeam, Reload, SizedLoader, flattened, names_of, why_fixed
+
+TO_BE_PROVEN = "; to be proven by a step"
+_LATER = "to the end of the epoch"
+
+
+class _Wish(NamedTuple):
+    """A size that is asked for, and why."""
+
+    size: int
+    why: str
+
+
+class _Verdict(NamedTuple):
+    """What becomes of a wish: a size of the first loader."""
+
+    size: int
+    outcome: Outcome
+    reason: str
+
+
+class BatchSize:
+    """State of the batch-size knob of one fit.
+
+    Args:
+        config: Bounds.
+        masked: Knob to the reason why it cannot be moved; shared with whoever looks.
+        history: Where decisions are recorded.
+
+    Attributes:
+        on_change: Called when a change has taken effect.
+        on_lost: Called with the number of samples that the rest of an epoch has no batch for.
+        refusal: Asked before each change; what one of them returns is the reason to refuse it.
+        size: Batch size of the first loader in force, ``None`` if it is not known.
+        first_size: The one that the run began with.
+        is_unproven: Whether no step was applied at this size yet.
+    """
+
+    def __init__(self, config: BatchConfig, masked: dict[str, str], history: History) -> None:
+        self.on_change: Callable[[], object] = _nothing
+        self.on_lost: Callable[[int], object] = _nothing
+        self.refusal: list[Callable[[], str | None]] = []
+        self.size: int | None = None
+        self.first_size: int | None = None
+        self.is_unproven = False
+        self._config = config
+        self._masked = masked
+        self._history = history
+        self._trainer: Any = None
+        self._before_first: Callable[[], None] | None = None
+        self._seam: LoaderSeam | None = None
+        self._reload: Reload | None = None
+        self._loaders: list[SizedLoader] = []
+        self._passing: list[object] | None = None
+        self._is_miscounted = False
+        self._holds: int | None = None
+        self._proven: int | None = None
+        self._failed: tuple[int, int] | None = None
+        self._wish: _Wish | None = None
+        self._is_between = True
+        self._lowered_from: tuple[int, float] | None = None
+        self._own_mask: str | None = None
+        self._saved: Mapping[str, Any] | None = None
+
+    # ---- the fit ----
+
+    def attach(self, trainer: Any, before_first: Callable[[], None]) -> None:
+        """Takes hold of the loaders of a fit that begins.
+
+        Args:
+            trainer: Its Trainer.
+            before_first: Called when the first loaders are set up, to ask for the size that they begin with.
+        """
+        self._trainer = trainer
+        self._before_first = before_first
+        self._reload = Reload(trainer)
+        self._seam = LoaderSeam(trainer.strategy, self._on_loader)
+
+    def release(self) -> None:
+        """Leaves loaders, strategy and Trainer as they were found; the size stays readable."""
+        if self._seam is None or self._reload is None:
+            return
+        self._seam.remove()
+        self._reload.end()
+        for loader in self._loaders:
+            loader.release()
+        self._trainer = self._seam = self._reload = self._before_first = self._passing = None
+        self._loaders = []
+
+    @property
+    def factor(self) -> float:
+        """The batch size in units of the one that the run began with."""
+        return 1.0 if self.size is None or not self.first_size else self.size / self.first_size
+
+    # ---- requests ----
+
+    def why_refused(self, size: int) -> str | None:
+        """Says why a request is refused at once, ``None`` if it is not.
+
+        Args:
+            size: What is asked for.
+        """
+        if size < 1:
+            return f"a batch size must be >= 1, not {size}"
+        return self._why_masked or next((reason for ask in self.refusal if (reason := ask()) is not None), None)
+
+    @property
+    def _why_masked(self) -> str | None:
+        reason = self._masked.get("batch_size")
+        return None if reason is None else f"the batch-size knob is masked: {reason}"
+
+    def request(self, size: int, step: int, why: str, is_move: bool = False) -> None:
+        """Notes a request, which acts at the end of the epoch.
+
+        Args:
+            size: What is asked for.
+            step: Index of the current window.
+            why: Reason to record.
+            is_move: Whether a policy moves from what is there, which it may do many times in an epoch.
+        """
+        reason = self.why_refused(size)
+        if reason is not None:
+            self._record(step, size, self.size, "refused", reason)
+            return
+        is_repeated = is_move and self._wish is not None and self._wish.size == size
+        self.plan(size, step, why)
+        if not is_repeated:
+            self._record(step, size, self.size, "deferred", f"{_LATER}; {why}")
+        if self._is_between and self._trainer is not None:
+            self._order_reload()
+
+    def plan(self, size: int, step: int, why: str) -> None:
+        """Notes what the next epoch is to begin with; recorded when it begins.
+
+        Args:
+            size: What is asked for.
+            step: Index of the current window.
+            why: Reason to record.
+        """
+        if self._wish is not None and self._wish.size != size:
+            later = f"a later request for {size} has taken its place"
+            self._record(step, self._wish.size, self.size, "refused", later)
+        self._wish = _Wish(size, why)
+
+    # ---- epochs ----
+
+    def begin_epoch(self, step: int) -> None:
+        """Called when an epoch begins, and may be called again: puts on record what its loaders were given.
+
+        Args:
+            step: Index of the window that begins.
+        """
+        if self._trainer is None or self._reload is None:
+            return
+        self._reload.end()
+        if self._passing is None and not self._loaders:
+            self._adopt()
+        if self._passing is not None or self._may_change_now:
+            self._commit(step)
+        elif self._is_between and self._wish is not None:
+            self._leave_waiting(self._wish, step)
+        self._is_between = False
+
+    @property
+    def _may_change_now(self) -> bool:
+        """Whether what waits needs no new count of batches."""
+        if not self._is_between or self._wish is None or not self._loaders:
+            return False
+        return not self._can_count or self._verdict().size == self.size
+
+    def _leave_waiting(self, wish: _Wish, step: int) -> None:
+        reason = self.why_refused(wish.size)
+        if reason is None:
+            why = f"{_LATER}; {wish.why}; its loaders were set up before"
+            self._record(step, wish.size, self.size, "deferred", why)
+        else:
+            self._wish = None
+            self._record(step, wish.size, self.size, "refused", reason)
+
+    def end_epoch(self) -> None:
+        """Called when an epoch is over: has Lightning count batches anew if sizes change."""
+        if self._trainer is None:
+            return
+        self._count_lost()
+        self._is_between = True
+        self._order_reload()
+
+    def _order_reload(self) -> None:
+        assert self._reload is not None
+        is_changed = self._is_miscounted
+        if self._loaders and self._wish is not None:
+            is_changed |= self._verdict().size != self.size
+        self._reload.order(is_changed and self._can_count)
+
+    @property
+    def _can_count(self) -> bool:
+        """Whether Lightning knows how many batches there are, and must be told of another number."""
+        return any(loader.facts.rows is not None for loader in self._loaders)
+
+    # ---- loaders ----
+
+    def _on_loader(self, loader: object) -> None:
+        """Called with each loader before Lightning takes its length."""
+        if not self._trainer.training:
+            return
+        assert self._reload is not None
+        if self._passing is None:
+            self._passing = []
+            self._unmask()
+            self._reload.note_setup()
+            if self._before_first is not None:
+                before_first, self._before_first = self._before_first, None
+                before_first()
+        self._passing.append(loader)
+        self._settle(self._passing)
+
+    def _adopt(self) -> None:
+        """Takes over loaders that were set up before the fit, as a tuner does."""
+        loaders = list(flattened(self._trainer.train_dataloader))
+        if not any(why_fixed(loader) for loader in loaders):
+            self._loaders = [SizedLoader(loader) for loader in loaders]
+        self.size = _size_of(loaders[0])
+        self.first_size = self.first_size or self.size
+        self.is_unproven, self._saved = True, None
+        self._mask(loaders)
+
+    def _settle(self, passing: list[object]) -> None:
+        """Gives loaders their size, as far as they are known."""
+        known = {id(each.loader): each for each in self._loaders}
+        if any(why_fixed(loader) for loader in passing):
+            for loader in self._loaders:
+                loader.release()
+            return
+        new = [known[id(each)] if id(each) in known else SizedLoader(each) for each in passing]
+        for gone in self._loaders:
+            if not any(gone is each for each in new):
+                gone.release()
+        self._loaders = new
+        if self._wanted is not None:
+            self._hold(self._verdict().size)
+
+    def _hold(self, size: int) -> None:
+        sizes = sizes_of(size, [each.facts for each in self._loaders])
+        if sizes is not None:
+            for loader, its_size in zip(self._loaders, sizes, strict=True):
+                loader.hold(its_size)
+
+    def _verdict(self) -> _Verdict:
+        """What the loaders are to have: what is asked for, what a checkpoint or an earlier request says, or nothing."""
+        wanted, found = self._wanted, self._loaders[0]
+        if wanted is None:
+            return _Verdict(found.size, "applied", "")
+        current = found.found_size if self._holds is None or self._why_masked else self._holds
+        is_asked = wanted != self._holds
+        reason = (self.why_refused(wanted) if is_asked else self._why_masked) or self._why_unknown_last_batch()
+        if reason is not None:
+            return _Verdict(current, "refused", reason)
+        size, reason = nearest_legal(wanted, [each.facts for each in self._loaders], self._limits)
+        if size is None:
+            return _Verdict(current, "refused", f"no size is legal here: {reason}")
+        return _Verdict(size, "limited" if reason else "applied", reason)
+
+    @property
+    def _wanted(self) -> int | None:
+        if self._wish is not None and self._is_between:
+            return self._wish.size
+        return self._holds if self._why_masked is None else None
+
+    @property
+    def _limits(self) -> SizeLimits:
+        trainer, config = self._trainer, self._config
+        every = trainer.val_check_interval
+        is_counted = isinstance(every, int) and trainer.check_val_every_n_epoch is not None
+        failed, survived = self._failed or (None, 1)
+        return SizeLimits(
+            minimum=config.min_size,
+            maximum=config.max_size,
+            min_batches=every if is_counted and trainer.limit_val_batches > 0 else 1,
+            batch_limit=trainer.limit_train_batches,
+            needs_two_rows=has_batch_statistics(trainer.lightning_module),
+            failed=failed,
+            survived=survived,
+        )
+
+    def _why_unknown_last_batch(self) -> str | None:
+        facts = [each.facts for each in self._loaders]
+        if all(each.rows is not None or each.drop_last for each in facts):
+            return None
+        if not has_batch_statistics(self._trainer.lightning_module):
+            return None
+        return "how many samples there are is not known, and a last batch of one cannot be batch-normalised"
+
+    def _commit(self, step: int) -> None:
+        """Records what the loaders that an epoch begins with were given."""
+        passing = [each.loader for each in self._loaders] if self._passing is None else self._passing
+        self._passing, self._is_miscounted = None, False
+        saved, self._saved = self._saved, None
+        self._mask(passing)
+        if self._why_fixed(passing) is not None:
+            self._loaders = []
+            self.size = _size_of(passing[0])
+            if self._wish is not None:
+                self._leave_waiting(self._wish, step)
+        else:
+            self._take_size(step, saved)
+        self.first_size = self.first_size or self.size
+
+    def _take_size(self, step: int, saved: Mapping[str, Any] | None) -> None:
+        found = self._loaders[0].found_size
+        self.first_size = self.first_size or found
+        before = found if self.size is None else self.size
+        verdict = self._verdict()
+        if self._wanted is not None:
+            self._hold(verdict.size)
+        self._note(step, verdict, before, found, saved)
+        if verdict.size != self.size:
+            self.size = verdict.size
+            self.is_unproven = self.size != self._proven
+        if saved is not None:
+            self._say_what_repeats(int(saved["consumed"]))
+        if self.size != before or (saved is not None and self.factor != 1.0):
+            self.on_change()
+
+    def _note(self, step: int, verdict: _Verdict, before: int, found: int, saved: Mapping[str, Any] | None) -> None:
+        size, outcome, reason = verdict
+        if self._wish is not None and self._is_between:
+            wish, self._wish = self._wish, None
+            if outcome != "refused":
+                self._holds = size
+            self._record(step, wish.size, size, outcome, reason or wish.why, before)
+        elif saved is not None:
+            if found not in (size, saved["first_size"]):
+                why = reason or f"the checkpoint's size counts; the loader came with {found}"
+                self._record(step, self._holds, size, outcome, why, found)
+        elif size != before:
+            wanted = size if self._holds is None else self._holds
+            self._record(step, wanted, size, outcome, reason or "the user's new loader has it", before)
+
+    def _say_what_repeats(self, consumed: int) -> None:
+        """A checkpoint from the middle of an epoch goes on there only if the loader can."""
+        first = self._loaders[0]
+        rows = first.facts.rows
+        left = self._trainer.num_training_batches - batches_done(self._trainer)
+        if not consumed or left <= 0 or first.is_resumable:
+            return
+        coming = None if rows is None else min(int(left) * first.size, rows)
+        again = consumed if coming is None else min(consumed, coming)
+        of_all = "" if rows is None else f" of {rows}"
+        order = "its first" if first.is_in_order else "in a new order, up to"
+        text = (
+            f"autoprec: the checkpoint was written after {consumed}{of_all} samples of an epoch, and the training"
+            f" loader cannot go on there: it begins anew, and {order} {again} samples are used a second time in this epoch"
+        )
+        if rows is not None and coming is not None:
+            text += f", {rows - max(consumed, coming)} not at all"
+        rank_zero_info(f"{text}.")
+
+    def _mask(self, passing: list[object]) -> None:
+        """Turns the knob off where a loader cannot be resized, and on again where loaders that can have come."""
+        self._unmask()
+        reason = self._why_fixed(passing) or self._why_unknown_last_batch()
+        if reason is not None and "batch_size" not in self._masked:
+            self._masked["batch_size"] = self._own_mask = reason
+
+    def _unmask(self) -> None:
+        if self._own_mask is not None:
+            del self._masked["batch_size"]
+            self._own_mask = None
+
+    def _why_fixed(self, passing: list[object]) -> str | None:
+        names = list(names_of(self._trainer.train_dataloader))
+        names = names if len(names) == len(passing) else [f"[{index}]" for index in range(len(passing))]
+        reasons = [(name, why_fixed(loader)) for name, loader in zip(names, passing, strict=True)]
+        if not any(reason for _, reason in reasons):
+            return None
+        if len(reasons) == 1:
+            return f"the training loader cannot be resized: {reasons[0][1]}"
+        each = "; ".join(f"{name}: {reason or 'it could be'}" for name, reason in reasons)
+        return f"not every training loader can be resized: {each}"
+
+    # ---- proof ----
+
+    def prove(self) -> None:
+        """Called when a step was applied at a size that is not proven."""
+        self.is_unproven = False
+        self._proven = self.size
+        for index, decision in enumerate(self._history):
+            if decision.knob == "batch_size" and decision.reason.endswith(TO_BE_PROVEN):
+                self._history[index] = replace(decision, reason=decision.reason.removesuffix(TO_BE_PROVEN))
+
+    def lower(self, rows: int, step: int = 0) -> bool:
+        """Goes back to the last proven size after a batch that did not fit into memory, in mid-epoch.
+
+        Args:
+            rows: Samples of the batch.
+            step: Index of the current window.
+
+        Returns:
+            Whether there was a smaller size to go to, or such a size is in force already.
+        """
+        if not self._loaders or self._proven is None or self.size is None or "batch_size" in self._masked:
+            return False
+        if rows <= self._proven or self.size <= self._proven:
+            return rows > max(self.size, self._proven)  # then it was drawn before the size was lowered
+        before, self.size = self.size, self._proven
+        self._failed = (before, self._proven)
+        self._holds, self.is_unproven, self._is_miscounted = self._proven, False, True
+        self._lowered_from = (before, self._trainer.num_training_batches)
+        self._hold(self._proven)
+        reason = f"out of memory with {rows} samples; the last size that a step has survived is {self._proven}"
+        self._record(step, self._proven, self._proven, "applied", reason, before)
+        self.on_change()
+        return True
+
+    def _count_lost(self) -> None:
+        """Lightning ends an epoch after the number of batches that it counted at its start."""
+        if self._lowered_from is None:
+            return
+        size, batches = self._lowered_from
+        self._lowered_from = None
+        done = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        for loader in self._loaders:
+            facts = loader.facts
+            its_size = size * loader.found_size // self._loaders[0].found_size
+            if facts.rows is None or math.isinf(batches):
+                continue
+            planned = min(int(batches) * its_size, facts.rows // its_size * its_size if facts.drop_last else facts.rows)
+            self.on_lost(max(planned - loader.samples_of(done), 0))
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns primitives only."""
+        if self._saved is not None:  # saved again before the loaders came
+            return dict(self._saved)
+        done = 0 if self._trainer is None else batches_done(self._trainer)
+        return {
+            "size": None if self._own_mask is not None else self.size,
+            "first_size": self.first_size,
+            "proven": self._proven,
+            "is_unproven": self.is_unproven,
+            "failed": None if self._failed is None else list(self._failed),
+            "wish": None if self._wish is None else list(self._wish),
+            "is_between": self._is_between,
+            "consumed": self._loaders[0].samples_of(done) if done and self._loaders else 0,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what ``state_dict`` returned; it acts when the loaders come.
+
+        Args:
+            state: The saved state, empty if there is none.
+        """
+        if state.get("first_size") is None:
+            return
+        self._saved = dict(state)
+        self.first_size = state["first_size"]
+        self.size = self._holds = state["size"]
+        self._proven, self.is_unproven = state["proven"], bool(state["is_unproven"])
+        self._failed = None if state["failed"] is None else (int(state["failed"][0]), int(state["failed"][1]))
+        self._wish = None if state["wish"] is None else _Wish(int(state["wish"][0]), str(state["wish"][1]))
+        self._is_between = bool(state["is_between"])
+
+    def _record(
+        self, step: int, requested: int | None, applied: int | None, outcome: Outcome, reason: str, before: Any = ...
+    ) -> None:
+        before = self.size if before is ... else before
+        if outcome in ("applied", "limited") and applied != before and applied != self._proven:
+            reason += TO_BE_PROVEN
+        self._history.append(Decision(step, "batch_size", None, before, requested, applied, outcome, reason))
+
+
+def _nothing(*_: object) -> None:
+    """What is done where nobody listens."""
+
+
+def has_batch_statistics(module: nn.Module) -> bool:
+    """Whether a layer normalises by the statistics of the batch, which one sample does not have.
+
+    Args:
+        module: The model.
+    """
+    return any(
+        isinstance(each, nn.modules.batchnorm._BatchNorm) and (each.training or each.running_mean is None)
+        for each in module.modules()
+    )
+
+
+def _size_of(loader: object) -> int | None:
+    size = getattr(loader, "batch_size", None)
+    return size if isinstance(size, int) else None
