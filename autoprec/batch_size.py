@@ -139,6 +139,8 @@ class BatchSize:
             why: Reason to record.
             is_move: Whether a policy moves from what is there, which it may do many times in an epoch.
         """
+        if self._passing is not None:
+            self.begin_epoch(step)  # the batches of the epoch that begins have been counted
         reason = self.why_refused(size)
         if reason is not None:
             self._record(step, size, self.size, "refused", reason)
@@ -370,7 +372,7 @@ class BatchSize:
         order = "its first" if first.is_in_order else "in a new order, up to"
         text = (
             f"autoprec: the checkpoint was written after {consumed}{of_all} samples of an epoch, and the training"
-            f" loader cannot go on there: it begins anew, and {order} {again} samples are used a second time in this epoch"
+            f" loader cannot go on there: it begins anew, and {order} {again} samples are used again in this epoch"
         )
         if rows is not None and coming is not None:
             text += f", {rows - max(consumed, coming)} not at all"

@@ -1,8 +1,8 @@
 """The knobs of one fit: their values, and what becomes of a request.
 
 What lives here: resolving a request to units, asking the guard, making it act, putting it on record. What does not:
-what each knob is made of (``unit_formats``, ``loss_scale``, ``clip``, ``batch_size``, ``accumulation``), when a boundary
-is reached (``precision``) and who decides (``controller``, ``callback``).
+what each knob is made of (``unit_formats``, ``loss_scale``, ``clip``, ``batch_size``, ``accumulation``), when a
+boundary is reached (``precision``) and who decides (``controller``, ``callback``).
 """
 
 from __future__ import annotations
