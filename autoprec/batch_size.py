@@ -1,25 +1,23 @@
 """The batch size of one fit: what is asked for, what is legal, when it acts, and what is put on record.
 
 A size acts from the first batch of an epoch on. It is *proven* by one applied step; until then an out-of-memory error
-leads back to the last proven size, in the middle of an epoch too. What does not live here: how a loader is given a size
-(``loaders``), which sizes are legal (``legal_sizes``) and who asks (``callback``).
+leads back to the last proven size, in the middle of an epoch too. What does not live here: the loaders and how they are
+given a size (``training_loaders``), which sizes are legal (``legal_sizes``) and who asks (``callback``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
 
 from autoprec.accumulation import batches_done
 from autoprec.config import BatchConfig
 from autoprec.history import Decision, History, Outcome
-from autoprec.legal_sizes import SizeLimits, nearest_legal, sizes_of
-from autoprec.loaders import LoaderSeam, Reload, SizedLoader, flattened, names_of, why_fixed
+from autoprec.legal_sizes import nearest_legal
+from autoprec.training_loaders import TrainingLoaders, what_repeats
 
 TO_BE_PROVEN = "; to be proven by a step"
 _LATER = "to the end of the epoch"
@@ -68,11 +66,8 @@ class BatchSize:
         self._masked = masked
         self._history = history
         self._trainer: Any = None
+        self._loaders: TrainingLoaders | None = None
         self._before_first: Callable[[], None] | None = None
-        self._seam: LoaderSeam | None = None
-        self._reload: Reload | None = None
-        self._loaders: list[SizedLoader] = []
-        self._passing: list[object] | None = None
         self._is_miscounted = False
         self._holds: int | None = None
         self._proven: int | None = None
@@ -94,24 +89,23 @@ class BatchSize:
         """
         self._trainer = trainer
         self._before_first = before_first
-        self._reload = Reload(trainer)
-        self._seam = LoaderSeam(trainer.strategy, self._on_loader)
+        self._loaders = TrainingLoaders(trainer, self._before_set_up, self._after_loader)
 
     def release(self) -> None:
         """Leaves loaders, strategy and Trainer as they were found; the size stays readable."""
-        if self._seam is None or self._reload is None:
-            return
-        self._seam.remove()
-        self._reload.end()
-        for loader in self._loaders:
-            loader.release()
-        self._trainer = self._seam = self._reload = self._before_first = self._passing = None
-        self._loaders = []
+        if self._loaders is not None:
+            self._loaders.release()
+        self._trainer = self._loaders = self._before_first = None
 
     @property
     def factor(self) -> float:
         """The batch size in units of the one that the run began with."""
         return 1.0 if self.size is None or not self.first_size else self.size / self.first_size
+
+    @property
+    def chosen(self) -> int | None:
+        """The size that was asked for and granted, ``None`` if the loaders' own is in force."""
+        return self._holds
 
     # ---- requests ----
 
@@ -139,7 +133,7 @@ class BatchSize:
             why: Reason to record.
             is_move: Whether a policy moves from what is there, which it may do many times in an epoch.
         """
-        if self._passing is not None:
+        if self._loaders is not None and self._loaders.is_counted:
             self.begin_epoch(step)  # the batches of the epoch that begins have been counted
         reason = self.why_refused(size)
         if reason is not None:
@@ -149,8 +143,8 @@ class BatchSize:
         self.plan(size, step, why)
         if not is_repeated:
             self._record(step, size, self.size, "deferred", f"{_LATER}; {why}")
-        if self._is_between and self._trainer is not None:
-            self._order_reload()
+        if self._is_between and self._loaders is not None:
+            self._order_reload(self._loaders)
 
     def plan(self, size: int, step: int, why: str) -> None:
         """Notes what the next epoch is to begin with; recorded when it begins.
@@ -173,23 +167,24 @@ class BatchSize:
         Args:
             step: Index of the window that begins.
         """
-        if self._trainer is None or self._reload is None:
+        loaders = self._loaders
+        if loaders is None:
             return
-        self._reload.end()
-        if self._passing is None and not self._loaders:
-            self._adopt()
-        if self._passing is not None or self._may_change_now:
-            self._commit(step)
+        is_new = loaders.is_counted
+        loaders.close()
+        if not loaders.are_known:
+            self._adopt(loaders)
+        if is_new or self._may_change_now(loaders):
+            self._commit(loaders, step)
         elif self._is_between and self._wish is not None:
             self._leave_waiting(self._wish, step)
         self._is_between = False
 
-    @property
-    def _may_change_now(self) -> bool:
+    def _may_change_now(self, loaders: TrainingLoaders) -> bool:
         """Whether what waits needs no new count of batches."""
-        if not self._is_between or self._wish is None or not self._loaders:
+        if not self._is_between or self._wish is None or not loaders.sized:
             return False
-        return not self._can_count or self._verdict().size == self.size
+        return not loaders.can_count or self._verdict(loaders).size == self.size
 
     def _leave_waiting(self, wish: _Wish, step: int) -> None:
         reason = self.why_refused(wish.size)
@@ -202,83 +197,53 @@ class BatchSize:
 
     def end_epoch(self) -> None:
         """Called when an epoch is over: has Lightning count batches anew if sizes change."""
-        if self._trainer is None:
+        if self._loaders is None:
             return
-        self._count_lost()
+        if self._lowered_from is not None:
+            self.on_lost(self._loaders.lost_samples(*self._lowered_from))
+            self._lowered_from = None
         self._is_between = True
-        self._order_reload()
+        self._order_reload(self._loaders)
 
-    def _order_reload(self) -> None:
-        assert self._reload is not None
+    def _order_reload(self, loaders: TrainingLoaders) -> None:
         is_changed = self._is_miscounted
-        if self._loaders and self._wish is not None:
-            is_changed |= self._verdict().size != self.size
-        self._reload.order(is_changed and self._can_count)
-
-    @property
-    def _can_count(self) -> bool:
-        """Whether Lightning knows how many batches there are, and must be told of another number."""
-        return any(loader.facts.rows is not None for loader in self._loaders)
+        if loaders.sized and self._wish is not None:
+            is_changed |= self._verdict(loaders).size != self.size
+        loaders.order(is_changed)
 
     # ---- loaders ----
 
-    def _on_loader(self, loader: object) -> None:
-        """Called with each loader before Lightning takes its length."""
-        if not self._trainer.training:
-            return
-        assert self._reload is not None
-        if self._passing is None:
-            self._passing = []
-            self._unmask()
-            self._reload.note_setup()
-            if self._before_first is not None:
-                before_first, self._before_first = self._before_first, None
-                before_first()
-        self._passing.append(loader)
-        self._settle(self._passing)
+    def _before_set_up(self) -> None:
+        self._unmask()
+        if self._before_first is not None:
+            before_first, self._before_first = self._before_first, None
+            before_first()
 
-    def _adopt(self) -> None:
-        """Takes over loaders that were set up before the fit, as a tuner does."""
-        loaders = list(flattened(self._trainer.train_dataloader))
-        if not any(why_fixed(loader) for loader in loaders):
-            self._loaders = [SizedLoader(loader) for loader in loaders]
-        self.size = _size_of(loaders[0])
+    def _after_loader(self) -> None:
+        """Gives loaders their size before Lightning takes their length, as far as they are known."""
+        loaders = self._loaders
+        if loaders is not None and loaders.sized and self._wanted is not None:
+            loaders.hold(self._verdict(loaders).size)
+
+    def _adopt(self, loaders: TrainingLoaders) -> None:
+        loaders.adopt()
+        self.size = loaders.size
         self.first_size = self.first_size or self.size
         self.is_unproven, self._saved = True, None
         self._mask(loaders)
 
-    def _settle(self, passing: list[object]) -> None:
-        """Gives loaders their size, as far as they are known."""
-        known = {id(each.loader): each for each in self._loaders}
-        if any(why_fixed(loader) for loader in passing):
-            for loader in self._loaders:
-                loader.release()
-            return
-        new = [known[id(each)] if id(each) in known else SizedLoader(each) for each in passing]
-        for gone in self._loaders:
-            if not any(gone is each for each in new):
-                gone.release()
-        self._loaders = new
-        if self._wanted is not None:
-            self._hold(self._verdict().size)
-
-    def _hold(self, size: int) -> None:
-        sizes = sizes_of(size, [each.facts for each in self._loaders])
-        if sizes is not None:
-            for loader, its_size in zip(self._loaders, sizes, strict=True):
-                loader.hold(its_size)
-
-    def _verdict(self) -> _Verdict:
+    def _verdict(self, loaders: TrainingLoaders) -> _Verdict:
         """What the loaders are to have: what is asked for, what a checkpoint or an earlier request says, or nothing."""
-        wanted, found = self._wanted, self._loaders[0]
+        wanted, found = self._wanted, loaders.sized[0]
         if wanted is None:
             return _Verdict(found.size, "applied", "")
         current = found.found_size if self._holds is None or self._why_masked else self._holds
         is_asked = wanted != self._holds
-        reason = (self.why_refused(wanted) if is_asked else self._why_masked) or self._why_unknown_last_batch()
-        if reason is not None:
-            return _Verdict(current, "refused", reason)
-        size, reason = nearest_legal(wanted, [each.facts for each in self._loaders], self._limits)
+        refused = (self.why_refused(wanted) if is_asked else self._why_masked) or loaders.why_unknown_last_batch()
+        if refused is not None:
+            return _Verdict(current, "refused", refused)
+        facts, limits = [each.facts for each in loaders.sized], loaders.limits(self._config, self._failed)
+        size, reason = nearest_legal(wanted, facts, limits)
         if size is None:
             return _Verdict(current, "refused", f"no size is legal here: {reason}")
         return _Verdict(size, "limited" if reason else "applied", reason)
@@ -289,58 +254,31 @@ class BatchSize:
             return self._wish.size
         return self._holds if self._why_masked is None else None
 
-    @property
-    def _limits(self) -> SizeLimits:
-        trainer, config = self._trainer, self._config
-        every = trainer.val_check_interval
-        is_counted = isinstance(every, int) and trainer.check_val_every_n_epoch is not None
-        failed, survived = self._failed or (None, 1)
-        return SizeLimits(
-            minimum=config.min_size,
-            maximum=config.max_size,
-            min_batches=every if is_counted and trainer.limit_val_batches > 0 else 1,
-            batch_limit=trainer.limit_train_batches,
-            needs_two_rows=has_batch_statistics(trainer.lightning_module),
-            failed=failed,
-            survived=survived,
-        )
-
-    def _why_unknown_last_batch(self) -> str | None:
-        facts = [each.facts for each in self._loaders]
-        if all(each.rows is not None or each.drop_last for each in facts):
-            return None
-        if not has_batch_statistics(self._trainer.lightning_module):
-            return None
-        return "how many samples there are is not known, and a last batch of one cannot be batch-normalised"
-
-    def _commit(self, step: int) -> None:
+    def _commit(self, loaders: TrainingLoaders, step: int) -> None:
         """Records what the loaders that an epoch begins with were given."""
-        passing = [each.loader for each in self._loaders] if self._passing is None else self._passing
-        self._passing, self._is_miscounted = None, False
-        saved, self._saved = self._saved, None
-        self._mask(passing)
-        if self._why_fixed(passing) is not None:
-            self._loaders = []
-            self.size = _size_of(passing[0])
+        saved, self._saved, self._is_miscounted = self._saved, None, False
+        self._mask(loaders)
+        if loaders.sized:
+            self._take_size(loaders, step, saved)
+        else:
+            self.size = loaders.size
             if self._wish is not None:
                 self._leave_waiting(self._wish, step)
-        else:
-            self._take_size(step, saved)
         self.first_size = self.first_size or self.size
 
-    def _take_size(self, step: int, saved: Mapping[str, Any] | None) -> None:
-        found = self._loaders[0].found_size
+    def _take_size(self, loaders: TrainingLoaders, step: int, saved: Mapping[str, Any] | None) -> None:
+        found = loaders.sized[0].found_size
         self.first_size = self.first_size or found
         before = found if self.size is None else self.size
-        verdict = self._verdict()
+        verdict = self._verdict(loaders)
         if self._wanted is not None:
-            self._hold(verdict.size)
+            loaders.hold(verdict.size)
         self._note(step, verdict, before, found, saved)
         if verdict.size != self.size:
             self.size = verdict.size
             self.is_unproven = self.size != self._proven
-        if saved is not None:
-            self._say_what_repeats(int(saved["consumed"]))
+        if saved is not None and (text := what_repeats(loaders, self._trainer, int(saved["consumed"]))):
+            rank_zero_info(text)
         if self.size != before or (saved is not None and self.factor != 1.0):
             self.on_change()
 
@@ -359,29 +297,10 @@ class BatchSize:
             wanted = size if self._holds is None else self._holds
             self._record(step, wanted, size, outcome, reason or "the user's new loader has it", before)
 
-    def _say_what_repeats(self, consumed: int) -> None:
-        """A checkpoint from the middle of an epoch goes on there only if the loader can."""
-        first = self._loaders[0]
-        rows = first.facts.rows
-        left = self._trainer.num_training_batches - batches_done(self._trainer)
-        if not consumed or left <= 0 or first.is_resumable:
-            return
-        coming = None if rows is None else min(int(left) * first.size, rows)
-        again = consumed if coming is None else min(consumed, coming)
-        of_all = "" if rows is None else f" of {rows}"
-        order = "its first" if first.is_in_order else "in a new order, up to"
-        text = (
-            f"autoprec: the checkpoint was written after {consumed}{of_all} samples of an epoch, and the training"
-            f" loader cannot go on there: it begins anew, and {order} {again} samples are used again in this epoch"
-        )
-        if rows is not None and coming is not None:
-            text += f", {rows - max(consumed, coming)} not at all"
-        rank_zero_info(f"{text}.")
-
-    def _mask(self, passing: list[object]) -> None:
+    def _mask(self, loaders: TrainingLoaders) -> None:
         """Turns the knob off where a loader cannot be resized, and on again where loaders that can have come."""
         self._unmask()
-        reason = self._why_fixed(passing) or self._why_unknown_last_batch()
+        reason = loaders.why_fixed()
         if reason is not None and "batch_size" not in self._masked:
             self._masked["batch_size"] = self._own_mask = reason
 
@@ -389,17 +308,6 @@ class BatchSize:
         if self._own_mask is not None:
             del self._masked["batch_size"]
             self._own_mask = None
-
-    def _why_fixed(self, passing: list[object]) -> str | None:
-        names = list(names_of(self._trainer.train_dataloader))
-        names = names if len(names) == len(passing) else [f"[{index}]" for index in range(len(passing))]
-        reasons = [(name, why_fixed(loader)) for name, loader in zip(names, passing, strict=True)]
-        if not any(reason for _, reason in reasons):
-            return None
-        if len(reasons) == 1:
-            return f"the training loader cannot be resized: {reasons[0][1]}"
-        each = "; ".join(f"{name}: {reason or 'it could be'}" for name, reason in reasons)
-        return f"not every training loader can be resized: {each}"
 
     # ---- proof ----
 
@@ -421,7 +329,8 @@ class BatchSize:
         Returns:
             Whether there was a smaller size to go to, or such a size is in force already.
         """
-        if not self._loaders or self._proven is None or self.size is None or "batch_size" in self._masked:
+        loaders = self._loaders
+        if loaders is None or self._proven is None or self.size is None or "batch_size" in self._masked:
             return False
         if rows <= self._proven or self.size <= self._proven:
             return rows > max(self.size, self._proven)  # then it was drawn before the size was lowered
@@ -429,26 +338,11 @@ class BatchSize:
         self._failed = (before, self._proven)
         self._holds, self.is_unproven, self._is_miscounted = self._proven, False, True
         self._lowered_from = (before, self._trainer.num_training_batches)
-        self._hold(self._proven)
+        loaders.hold(self._proven)
         reason = f"out of memory with {rows} samples; the last size that a step has survived is {self._proven}"
         self._record(step, self._proven, self._proven, "applied", reason, before)
         self.on_change()
         return True
-
-    def _count_lost(self) -> None:
-        """Lightning ends an epoch after the number of batches that it counted at its start."""
-        if self._lowered_from is None:
-            return
-        size, batches = self._lowered_from
-        self._lowered_from = None
-        done = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        for loader in self._loaders:
-            facts = loader.facts
-            its_size = size * loader.found_size // self._loaders[0].found_size
-            if facts.rows is None or math.isinf(batches):
-                continue
-            planned = min(int(batches) * its_size, facts.rows // its_size * its_size if facts.drop_last else facts.rows)
-            self.on_lost(max(planned - loader.samples_of(done), 0))
 
     # ---- state ----
 
@@ -457,6 +351,7 @@ class BatchSize:
         if self._saved is not None:  # saved again before the loaders came
             return dict(self._saved)
         done = 0 if self._trainer is None else batches_done(self._trainer)
+        first = self._loaders.sized[0] if self._loaders is not None and self._loaders.sized else None
         return {
             "size": None if self._own_mask is not None else self.size,
             "first_size": self.first_size,
@@ -465,7 +360,7 @@ class BatchSize:
             "failed": None if self._failed is None else list(self._failed),
             "wish": None if self._wish is None else list(self._wish),
             "is_between": self._is_between,
-            "consumed": self._loaders[0].samples_of(done) if done and self._loaders else 0,
+            "consumed": first.samples_of(done) if done and first is not None else 0,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -495,20 +390,3 @@ class BatchSize:
 
 def _nothing(*_: object) -> None:
     """What is done where nobody listens."""
-
-
-def has_batch_statistics(module: nn.Module) -> bool:
-    """Whether a layer normalises by the statistics of the batch, which one sample does not have.
-
-    Args:
-        module: The model.
-    """
-    return any(
-        isinstance(each, nn.modules.batchnorm._BatchNorm) and (each.training or each.running_mean is None)
-        for each in module.modules()
-    )
-
-
-def _size_of(loader: object) -> int | None:
-    size = getattr(loader, "batch_size", None)
-    return size if isinstance(size, int) else None

@@ -128,12 +128,12 @@ class Knobs:
         """Format asked of every unit by name, in the model's order; a unit that nobody calls has one as well."""
         return dict(self.formats)
 
-    def map_to_save(self) -> tuple[dict[str, str], float | None, float | None]:
-        """Formats, loss scale and threshold of a run that starts from here; ``None`` for what it decides by itself."""
+    def map_to_save(self) -> tuple[dict[str, str], float | None, float | None, int | None]:
+        """Formats, loss scale, threshold and batch size of a run from here; ``None`` for what it decides by itself."""
         names = [u.name for u in steered_units(self) if u.has_matrix or u.name in self.unit_formats.named]
         scale = self.loss_scale.scale if self.loss_scale.enabled and "loss_scale" not in self.masked else None
         clip = None if "clip" in self.masked or self.threshold.follows_median else self.clip
-        return {name: self.formats[name] for name in names}, scale, clip
+        return {name: self.formats[name] for name in names}, scale, clip, self.batch_size.chosen
 
     # ---- requests ----
 

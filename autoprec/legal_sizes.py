@@ -112,7 +112,7 @@ def why_illegal(size: int, loaders: Sequence[LoaderFacts], limits: SizeLimits) -
         if limits.needs_two_rows and each.leaves_one_row(its_size, limits.batch_limit):
             return f"size {its_size} would make a batch of one sample, which batch normalisation cannot take"
     if _batches(sizes, loaders, limits) < limits.min_batches:
-        return f"an epoch must have at least {limits.min_batches} batches"
+        return f"an epoch must have {limits.min_batches} batches or more"
     return None
 
 

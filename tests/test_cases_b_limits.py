@@ -121,7 +121,7 @@ def test_b05_an_epoch_keeps_the_batches_that_validation_counts(drop_last: bool, 
     assert sees.sizes[1][0] >= got
     assert len(sees.sizes[1]) == 4
     assert sizes(ap)[0].outcome == "limited"
-    assert "at least 4 batches" in sizes(ap)[0].reason
+    assert "4 batches or more" in sizes(ap)[0].reason
     assert sees.validations == [4, 8, 12]
 
 
