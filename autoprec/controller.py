@@ -369,8 +369,8 @@ def _checked_map(source: str, document: object) -> Action:
         )
         raise ValueError(
             f"{source} A map has the fields version (1), precision (format name by unit name, quoted if it looks like a"
-            f" number), loss_scale (null or a finite number > 0), clip (null, .inf or a number > 0) and, if the run is to"
-            f" set it, batch_size (an int >= 1).{faults}"
+            f" number), loss_scale (null or a finite number > 0), clip (null, .inf or a number > 0) and,"
+            f" where the run sets it, batch_size (an int >= 1).{faults}"
         ) from error
     return Action(**fields)
 

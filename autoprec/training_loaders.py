@@ -1,6 +1,6 @@
 """The training loaders of one fit, all together: which they are, what sizes they can have, and when they come anew.
 
-What does not live here: a single loader (``loaders``), which size is wanted, and what is put on record (``batch_size``).
+What does not live here: a single loader (``loaders``), which size is wanted, what is put on record (``batch_size``).
 """
 
 from __future__ import annotations
