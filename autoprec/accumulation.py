@@ -165,6 +165,8 @@ class Accumulation:
             why = f"the checkpoint's number counts; the Trainer came with {found}"
             self._record(step, found, value, value, "applied", why)
         self._first = int(state["first"])
+        if value != self._first:
+            self.on_change()
         self._wish = None if state["wish"] is None else _Wish(int(state["wish"][0]), str(state["wish"][1]))
         self.is_waiting = self._wish is not None
 

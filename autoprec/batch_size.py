@@ -293,6 +293,7 @@ class BatchSize:
             if found not in (size, saved["first_size"]):
                 why = reason or f"the checkpoint's size counts; the loader came with {found}"
                 self._record(step, self._holds, size, outcome, why, found)
+                rank_zero_info(f"autoprec: batch size {size}: {why}")
         elif size != before:
             wanted = size if self._holds is None else self._holds
             self._record(step, wanted, size, outcome, reason or "the user's new loader has it", before)
@@ -333,7 +334,7 @@ class BatchSize:
         if loaders is None or self._proven is None or self.size is None or "batch_size" in self._masked:
             return False
         if rows <= self._proven or self.size <= self._proven:
-            return rows > max(self.size, self._proven)  # then it was drawn before the size was lowered
+            return self._lowered_from is not None and rows > self.size  # drawn before the size was lowered
         before, self.size = self.size, self._proven
         self._failed = (before, self._proven)
         self._holds, self.is_unproven, self._is_miscounted = self._proven, False, True

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
-from autoprec import Action, AutoPrecisionCallback
+from autoprec import Action, AutoPrecisionCallback, ScriptedController
 from tests.batches import Data, Numbers, Sees, Validated, fit, numbers, sizes, sizes_of
 from tests.support import Ask, Climber, cpu, loader, scripted, weights_of
 
@@ -288,3 +290,62 @@ def test_b01_request_after_the_first_batches_were_counted() -> None:
     cpu(max_epochs=2, callbacks=[ask, ap, sees]).fit(Numbers())
     assert sees.sizes == [[32] * 2, [16] * 4]
     assert [(d.requested, d.outcome) for d in sizes(ap)] == [(32, "applied"), (16, "deferred"), (16, "applied")]
+
+
+@pytest.mark.filterwarnings("ignore:.*batch size.*:UserWarning")
+def test_b01_after_a_tuner_has_set_up_the_loaders(tmp_path: Path) -> None:
+    """The first epoch's batches are counted by then; what was wanted for it waits for the next."""
+
+    class Tuned(Numbers):
+        batch_size = 4
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(self.data, self.batch_size)
+
+    ap = scripted(epochs=sizes_of(16, 0, 32))
+    finder = BatchSizeFinder(steps_per_trial=1, init_val=8, max_trials=1)
+    _, sees, _ = fit(Tuned(), ap, others=(finder,), default_root_dir=tmp_path)
+    assert [set(epoch) for epoch in sees.sizes] == [{8}, {16}, {32}]
+    assert [(d.requested, d.outcome) for d in sizes(ap)] == [(16, "deferred"), (16, "applied"), (32, "applied")]
+
+
+def test_b01_map_with_a_batch_size(tmp_path: Path) -> None:
+    ap, _, _ = fit(Numbers(), sizes_of(0, 16))
+    ap.save_map(tmp_path / "map.yaml")
+    again = AutoPrecisionCallback(policy=tmp_path / "map.yaml", verbose=False)
+    _, sees, _ = fit(Numbers(), again, max_epochs=2)
+    assert sees.sizes == [[16] * 4] * 2
+    plain, _, _ = fit(Numbers(), {})
+    plain.save_map(tmp_path / "plain.yaml")
+    assert "batch_size" not in (tmp_path / "plain.yaml").read_text()
+
+
+def test_b01_controller_that_asks_nothing_is_asked_once_for_each_epoch() -> None:
+    class Notes(ScriptedController):
+        asked: list[Any] = []
+
+        def initial_map(self) -> Mapping[str, str] | None:
+            self.asked.append("map")
+            return super().initial_map()
+
+        def epoch_action(self, epoch: int) -> Action | None:
+            self.asked.append(epoch)
+            return super().epoch_action(epoch)
+
+    fit(Numbers(), AutoPrecisionCallback(policy=Notes(), verbose=False))
+    assert Notes.asked == ["map", 0, 1, 2]
+
+
+def test_b01_rest_of_an_epochs_action_acts_when_the_epoch_starts() -> None:
+    ap = scripted(epochs={1: Action(batch_size=16, clip=0.25, precision={"net": "bf16"})})
+    clips: list[float] = []
+
+    class Looks(Callback):
+        def on_train_epoch_end(self, *args: Any) -> None:
+            clips.append(ap.clip_threshold)
+
+    fit(Numbers(), ap, others=(Looks(),), max_epochs=2)
+    assert clips[0] != 0.25
+    assert clips[1] == 0.25
+    assert {d.step for d in ap.history if d.reason == "epoch 1"} == {8}
+    assert {d.knob for d in ap.history if d.reason == "epoch 1"} == {"batch_size", "clip", "precision"}
