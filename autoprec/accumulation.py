@@ -126,7 +126,7 @@ class Accumulation:
             self._record(step, before, wish.value, before, "refused", reason)
         else:
             value, reason = self._limited(wish.value)
-            done = batches_done(self._trainer)
+            done = _batches_before(self._trainer)
             if done % before or done % value:
                 return False
             self._trainer.accumulate_grad_batches = self._value = value
@@ -174,12 +174,10 @@ class Accumulation:
         self._history.append(Decision(step, "accumulate", None, before, requested, applied, outcome, reason))
 
 
-def batches_done(trainer: Any) -> int:
-    """Batches of the epoch that is under way, 0 between epochs."""
-    epochs = trainer.fit_loop.epoch_progress.current
-    if epochs.started <= epochs.processed:
-        return 0
-    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+def _batches_before(trainer: Any) -> int:
+    """Batches of the epoch before the one that begins; Lightning's counts are stale until the first of an epoch."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(progress.processed) if progress.completed < progress.ready else 0
 
 
 def why_no_accumulation(root: pl.LightningModule, trainer: pl.Trainer) -> str | None:

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from autoprec.accumulation import batches_done
 from autoprec.config import BatchConfig
 from autoprec.history import Decision, History, Outcome
 from autoprec.legal_sizes import nearest_legal
-from autoprec.training_loaders import TrainingLoaders, what_repeats
+from autoprec.training_loaders import TrainingLoaders, batches_done, what_repeats
 
 TO_BE_PROVEN = "; to be proven by a step"
 _LATER = "to the end of the epoch"
@@ -215,6 +214,8 @@ class BatchSize:
 
     def _before_set_up(self) -> None:
         self._unmask()
+        if self._saved is not None and self._trainer.fit_loop.restarting:
+            self._is_between = False  # Lightning goes on in the epoch of the checkpoint, if only to end it
         if self._before_first is not None:
             before_first, self._before_first = self._before_first, None
             before_first()
@@ -351,7 +352,7 @@ class BatchSize:
         """Returns primitives only."""
         if self._saved is not None:  # saved again before the loaders came
             return dict(self._saved)
-        done = 0 if self._trainer is None else batches_done(self._trainer)
+        done = 0 if self._trainer is None or self._is_between else batches_done(self._trainer)
         first = self._loaders.sized[0] if self._loaders is not None and self._loaders.sized else None
         return {
             "size": None if self._own_mask is not None else self.size,

@@ -33,10 +33,10 @@ from autoprec.summary import mean_bits, metrics, no_decision, summarize
 from autoprec.trainer_facts import (
     check_alone,
     check_trainer,
+    first_epoch,
     is_over,
     loader_batch_size,
     log_interval,
-    next_epoch,
     progress,
 )
 
@@ -219,7 +219,7 @@ class AutoPrecisionCallback(Callback):
         """Restores what a checkpoint held, or applies the controller's first map."""
         self._make_ready()
         steering = self._fit
-        steering.begin_epoch()
+        steering.knobs.batch_size.begin_epoch(steering.window)
         if self._first_map is not None:
             self._apply(Answer(self._first_map), f"first map of policy {self.controller.name!r}")
             steering.requests.warn_of_unknown_names()
@@ -233,9 +233,9 @@ class AutoPrecisionCallback(Callback):
             self._asking.load(self._saved_controller)
         if (self._fit.window == 0 and self._next_script == 0) or self._has_new_policy:
             self._first_map = self._asking.first_map()
-        progress = self._installation.owner.fit_loop.epoch_progress.current
-        if progress.started == progress.processed:  # else it goes on in the middle of an epoch
-            self._ask_ahead(progress.processed)
+        epoch = first_epoch(self._installation.owner)
+        if epoch is not None:
+            self._ask_ahead(epoch)
 
     @property
     def _fit(self) -> Steering:
@@ -264,7 +264,7 @@ class AutoPrecisionCallback(Callback):
         """Asks for the next epoch's batch size, which must be known before its loaders are set up."""
         self._fit.finish_window()
         if not is_over(trainer):
-            self._ask_ahead(next_epoch(trainer))
+            self._ask_ahead(trainer.current_epoch + 1)
         self._fit.knobs.batch_size.end_epoch()
 
     def _ask_ahead(self, epoch: int) -> None:

@@ -213,8 +213,7 @@ class Reload:
         """
         self.end()
         every = self._trainer.reload_dataloaders_every_n_epochs
-        next_epoch = self._trainer.fit_loop.epoch_progress.current.processed
-        is_due = bool(every) and next_epoch - self._last_of_user >= every
+        is_due = bool(every) and self._trainer.current_epoch + 1 - self._last_of_user >= every
         if not (is_wanted or (is_due and self._is_late)):
             return
         self._shadow(self._trainer, "reload_dataloaders_every_n_epochs", 1)

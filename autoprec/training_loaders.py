@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from autoprec.accumulation import batches_done
 from autoprec.config import BatchConfig
 from autoprec.legal_sizes import SizeLimits, sizes_of
 from autoprec.loaders import LoaderSeam, Reload, SizedLoader, flattened, names_of, why_fixed
@@ -102,7 +101,7 @@ class TrainingLoaders:
             size: Batch size of the first loader when batches were counted.
             batches: Their number.
         """
-        done = self._trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        done = batches_done(self._trainer)
         lost = 0
         for loader in self.sized:
             rows, its_size = loader.facts.rows, size * loader.found_size // self.sized[0].found_size
@@ -175,6 +174,11 @@ class TrainingLoaders:
             if not any(gone is each for each in new):
                 gone.release()
         self.sized = new
+
+
+def batches_done(trainer: Any) -> int:
+    """Batches of the epoch that is under way, or of the last one before the next has begun."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
 
 def what_repeats(loaders: TrainingLoaders, trainer: Any, consumed: int) -> str | None:

@@ -271,11 +271,11 @@ def test_b02_foreign_stand_ins_stay() -> None:
     seen: list[Any] = []
     original = trainer.strategy.process_dataloader
 
-    def stand_in(data: object) -> object:
-        seen.append(data)
-        return original(data)
+    def stand_in(dataloader: object) -> object:
+        seen.append(dataloader)
+        return original(dataloader)
 
-    trainer.strategy.process_dataloader = stand_in  # type: ignore[method-assign]
+    trainer.strategy.process_dataloader = stand_in  # type: ignore[method-assign, assignment]
     trainer.fit(module)
     assert module.train_dataloader is mine
     assert trainer.strategy.process_dataloader is stand_in
@@ -337,7 +337,7 @@ def test_b01_controller_that_asks_nothing_is_asked_once_for_each_epoch() -> None
 
 
 def test_b01_rest_of_an_epochs_action_acts_when_the_epoch_starts() -> None:
-    ap = scripted(epochs={1: Action(batch_size=16, clip=0.25, precision={"net": "bf16"})})
+    ap = scripted(epochs={1: Action(batch_size=16, clip=5.0, precision={"net": "bf16"})})
     clips: list[float] = []
 
     class Looks(Callback):
@@ -345,7 +345,7 @@ def test_b01_rest_of_an_epochs_action_acts_when_the_epoch_starts() -> None:
             clips.append(ap.clip_threshold)
 
     fit(Numbers(), ap, others=(Looks(),), max_epochs=2)
-    assert clips[0] != 0.25
-    assert clips[1] == 0.25
+    assert clips[0] != 5.0
+    assert clips[1] == 5.0
     assert {d.step for d in ap.history if d.reason == "epoch 1"} == {8}
     assert {d.knob for d in ap.history if d.reason == "epoch 1"} == {"batch_size", "clip", "precision"}

@@ -90,7 +90,7 @@ def test_b05_doubling_ends_at_the_size_of_the_data() -> None:
 
 
 @pytest.mark.parametrize(("config", "asked", "got"), [({"max_size": 24}, 32, 24), ({"min_size": 6}, 2, 6)])
-def test_b05_bounds_of_the_user(config: dict[str, int], asked: int, got: int) -> None:
+def test_b05_bounds_of_the_user(config: dict[str, Any], asked: int, got: int) -> None:
     ap = scripted(epochs=sizes_of(0, asked, asked), config=AutoPrecisionConfig(batch=BatchConfig(**config)))
     _, sees, _ = fit(Numbers(), ap)
     assert [set(epoch) - {64 % got} for epoch in sees.sizes[1:]] == [{got}, {got}]
@@ -217,6 +217,7 @@ def test_b01_under_manual_optimization() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor:UserWarning")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument:UserWarning")
 def test_b01_a_step_that_draws_batches_itself() -> None:
     seen: list[int] = []
 

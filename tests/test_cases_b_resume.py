@@ -338,7 +338,7 @@ def test_a05_nonsense_accumulation_is_refused(value: int) -> None:
 
 
 @pytest.mark.parametrize(("config", "most"), [({}, 8), ({"max_accumulate": 3}, 3)])
-def test_a05_accumulation_is_bounded(config: dict[str, int], most: int) -> None:
+def test_a05_accumulation_is_bounded(config: dict[str, Any], most: int) -> None:
     ap = scripted({0: Action(accumulate=100)}, config=AutoPrecisionConfig(batch=BatchConfig(**config)))
     cpu(callbacks=[ap]).fit(Numbers())
     assert [(d.outcome, d.applied) for d in aligned(ap)] == [("limited", most)]

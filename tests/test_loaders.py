@@ -96,7 +96,7 @@ def test_why_fixed() -> None:
     assert "not a `torch" in str(why_fixed([1]))
     assert "batch_size=None" in str(why_fixed(DataLoader([1], batch_size=None)))  # type: ignore[arg-type]
     own = Own(SequentialSampler(range(4)), 2, False)
-    assert "`Own`" in str(why_fixed(DataLoader(range(4), batch_sampler=own)))  # type: ignore[arg-type]
+    assert "Own`" in str(why_fixed(DataLoader(range(4), batch_sampler=own)))  # type: ignore[arg-type]
 
 
 def test_names_follow_the_order_of_the_loaders() -> None:
