@@ -222,6 +222,7 @@ class AutoPrecisionCallback(Callback):
         steering.knobs.batch_size.begin_epoch(steering.window)
         if self._first_map is not None:
             self._apply(Answer(self._first_map), f"first map of policy {self.controller.name!r}")
+            self._first_map = None
             steering.requests.warn_of_unknown_names()
 
     def _make_ready(self) -> None:

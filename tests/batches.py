@@ -52,7 +52,7 @@ class Sees(Callback):
         self.every: list[int] = []
         self.validations: list[int] = []
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         for notes in (self.sizes, self.rows):
             notes.append([])
         self.knob.append(set())
@@ -83,7 +83,7 @@ def fit(
     others: tuple[Callback, ...] = (),
     ckpt_path: Any = None,
     **options: Any,
-) -> tuple[AutoPrecisionCallback, Sees, Trainer]:
+) -> tuple[AutoPrecisionCallback, Sees, Any]:
     ap = script if isinstance(script, AutoPrecisionCallback) else scripted(epochs=script)
     sees = Sees(ap)
     trainer = cpu(**{"max_epochs": 3, "callbacks": [ap, sees, *others], "num_sanity_val_steps": 0, **options})

@@ -131,7 +131,7 @@ def test_b01_loaders_are_as_found_after_an_exception(hook: str) -> None:
                 raise ZeroDivisionError
 
     ap, module, data = scripted(epochs=sizes_of(0, 16, 32)), Numbers(), Data()
-    trainer = cpu(max_epochs=3, callbacks=[ap, Raises()])
+    trainer: Any = cpu(max_epochs=3, callbacks=[ap, Raises()])
     with pytest.raises(ZeroDivisionError):
         trainer.fit(module, datamodule=data)
     assert trainer.reload_dataloaders_every_n_epochs == 0

@@ -42,13 +42,12 @@ def saved(
     return folder / "saved.ckpt"
 
 
-MIDDLE = {"every_n_train_steps": 12}
-END = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+END: dict[str, Any] = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_steps": 16, "max_epochs": -1}])
-def test_b10_end_of_epoch_checkpoint_resumes_with_the_new_size(tmp_path: Path, limit: dict[str, int]) -> None:
-    end = {"max_epochs": 1} if limit["max_epochs"] == 3 else {"max_steps": 8, "max_epochs": -1}
+def test_b10_end_of_epoch_checkpoint_resumes_with_the_new_size(tmp_path: Path, limit: dict[str, Any]) -> None:
+    end: dict[str, Any] = {"max_epochs": 1} if limit["max_epochs"] == 3 else {"max_steps": 8, "max_epochs": -1}
     script = sizes_of(0, 16, 4)
     through, sees, _ = fit(Numbers(), script, **limit)
     path = saved(tmp_path, script, END, **end)
@@ -239,6 +238,21 @@ def test_b06_unproven_size_is_lowered_in_the_middle_of_an_epoch(drop_last: bool,
         (16, 16, "limited"),
     ]
     assert "did not fit into memory" in sizes(ap)[-1].reason
+
+
+def test_b06_lost_samples_come_back(tmp_path: Path) -> None:
+    def make() -> tuple[AutoPrecisionCallback, tuple[Callback, ...]]:
+        ap = scripted(epochs=sizes_of(0, 32, 32))
+        return ap, (Fails(ap, 8), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, **END))
+
+    ap, others = make()
+    _, sees, _ = fit(Numbers(128, 16), ap, others=others, enable_checkpointing=True)
+    assert ap.lost_samples == 128 - 32 - 3 * 16
+    resumed, again, _ = fit(Numbers(128, 16), scripted(epochs=sizes_of(0, 32, 32)), ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert again.sizes == sees.sizes[2:] == [[16] * 8]
+    assert resumed.lost_samples == ap.lost_samples
+    assert list(resumed.history) == list(ap.history)
+    assert [d.outcome for d in sizes(resumed)] == ["applied", "applied", "limited"]
 
 
 def test_b06_proven_size_has_nothing_to_go_back_to() -> None:
