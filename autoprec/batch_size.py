@@ -238,8 +238,9 @@ class BatchSize:
         wanted, found = self._wanted, loaders.sized[0]
         if wanted is None:
             return _Verdict(found.size, "applied", "")
-        current = found.found_size if self._holds is None or self._why_masked else self._holds
         is_asked = wanted != self._holds
+        keeps = self._holds if is_asked and self._why_masked is None else None
+        current = found.found_size if keeps is None else keeps
         refused = (self.why_refused(wanted) if is_asked else self._why_masked) or loaders.why_unknown_last_batch()
         if refused is not None:
             return _Verdict(current, "refused", refused)

@@ -42,7 +42,7 @@ from autoprec.trainer_facts import (
 
 
 class AutoPrecisionCallback(Callback):
-    """Steers per-layer precision, loss scale and gradient clipping while a model trains.
+    """Steers per-layer precision, loss scale, gradient clipping and, on request, batch size while a model trains.
 
     ``Trainer(callbacks=[AutoPrecisionCallback()])`` is all there is to write. The module, its ``state_dict`` and the
     Trainer are the same afterwards as before.

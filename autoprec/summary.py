@@ -58,6 +58,7 @@ def summarize(steering: Steering, policy: str) -> str:
     else:
         lines.append("  loss scale not in use (nothing runs in fp16)")
     lines.append(_clip_line(steering))
+    lines += _batch_lines(steering)
     lines += _kernel_lines(steering)
     for fault in (decision for decision in steering.history if decision.knob == "policy"):
         lines.append(f"  POLICY FAILED in window {fault.step}, what it was asked there did not happen: {fault.reason}")
@@ -65,6 +66,16 @@ def summarize(steering: Steering, policy: str) -> str:
         lines.append(f"  overflow   {name}: {count}")
     lines += _refusals(steering)
     return "\n".join(lines)
+
+
+def _batch_lines(steering: Steering) -> list[str]:
+    """The batch where a run has moved it, and what that has cost."""
+    knobs, factor, lost = steering.knobs, steering.batch_factor, steering.lost_samples
+    if factor == 1.0 and not lost:
+        return []
+    line = f"  batch      size {knobs.batch_size.size}, {knobs.accumulation.value} micro-batches a step"
+    line += f" (effective batch {factor:g} x the first)"
+    return [line + (f"; {lost} samples lost to memory" if lost else "")]
 
 
 def _kernel_lines(steering: Steering) -> list[str]:

@@ -240,7 +240,11 @@ def test_b06_unproven_size_is_lowered_in_the_middle_of_an_epoch(drop_last: bool,
     assert "did not fit into memory" in sizes(ap)[-1].reason
 
 
-def test_b06_lost_samples_come_back(tmp_path: Path) -> None:
+def test_b06_lost_samples_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = reported(caplog, monkeypatch)
+
     def make() -> tuple[AutoPrecisionCallback, tuple[Callback, ...]]:
         ap = scripted(epochs=sizes_of(0, 32, 32))
         return ap, (Fails(ap, 8), ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, **END))
@@ -248,6 +252,7 @@ def test_b06_lost_samples_come_back(tmp_path: Path) -> None:
     ap, others = make()
     _, sees, _ = fit(Numbers(128, 16), ap, others=others, enable_checkpointing=True)
     assert ap.lost_samples == 128 - 32 - 3 * 16
+    assert "batch      size 16, 1 micro-batches a step (effective batch 1 x the first); 48 samples lost" in text()
     resumed, again, _ = fit(Numbers(128, 16), scripted(epochs=sizes_of(0, 32, 32)), ckpt_path=tmp_path / "epoch=1.ckpt")
     assert again.sizes == sees.sizes[2:] == [[16] * 8]
     assert resumed.lost_samples == ap.lost_samples
