@@ -275,7 +275,7 @@ def test_b02_foreign_stand_ins_stay() -> None:
         seen.append(dataloader)
         return original(dataloader)
 
-    trainer.strategy.process_dataloader = stand_in  # type: ignore[method-assign, assignment]
+    trainer.strategy.process_dataloader = stand_in  # type: ignore[method-assign]
     trainer.fit(module)
     assert module.train_dataloader is mine
     assert trainer.strategy.process_dataloader is stand_in

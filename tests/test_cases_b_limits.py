@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from autoprec import Action, AutoPrecisionCallback, AutoPrecisionConfig, BatchConfig, ScriptedController
 from autoprec.encoding import feature
@@ -244,7 +244,7 @@ class Pairs(BatchSampler):
     [
         (lambda: DataLoader(numbers(12), batch_sampler=[[0, 1], [2, 3, 4], [5, 6]]), "`list`"),
         (lambda: DataLoader(numbers(12), batch_sampler=Pairs(SequentialSampler(range(12)), 4, False)), "`Pairs`"),
-        (lambda: DataLoader([numbers(4), numbers(4)], batch_size=None), "`batch_size=None`"),
+        (lambda: DataLoader(Stored(), batch_size=None), "`batch_size=None`"),
         (lambda: Plain(), "`Plain`"),
     ],
 )
@@ -262,6 +262,16 @@ def test_b08_loaders_of_other_kinds_turn_the_knob_off(make: Any, reason: str) ->
     assert set(ap.precision_map().values()) == {"bf16"}
     assert trainer.train_dataloader is data
     assert before is None or vars(sampler) == before
+
+
+class Stored(Dataset[Any]):
+    """A data set of batches."""
+
+    def __getitem__(self, index: int) -> Any:
+        return numbers(4)
+
+    def __len__(self) -> int:
+        return 2
 
 
 class Plain:
