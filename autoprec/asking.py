@@ -234,4 +234,6 @@ def _without_masked(action: Action | None, masked: Collection[str]) -> Action | 
         precision=None if "precision" in masked else action.precision,
         loss_scale=None if "loss_scale" in masked else action.loss_scale,
         clip=None if "clip" in masked else action.clip,
+        batch_size=None if "batch_size" in masked else action.batch_size,
+        accumulate=None if "accumulate" in masked else action.accumulate,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,11 +30,19 @@ from autoprec.precision import AutoPrecision
 from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.steering import Steering
 from autoprec.summary import mean_bits, metrics, no_decision, summarize
-from autoprec.trainer_facts import check_alone, check_trainer, loader_batch_size, log_interval, progress
+from autoprec.trainer_facts import (
+    check_alone,
+    check_trainer,
+    first_epoch,
+    is_over,
+    loader_batch_size,
+    log_interval,
+    progress,
+)
 
 
 class AutoPrecisionCallback(Callback):
-    """Steers per-layer precision, loss scale and gradient clipping while a model trains.
+    """Steers per-layer precision, loss scale, gradient clipping and, on request, batch size while a model trains.
 
     ``Trainer(callbacks=[AutoPrecisionCallback()])`` is all there is to write. The module, its ``state_dict`` and the
     Trainer are the same afterwards as before.
@@ -98,6 +107,9 @@ class AutoPrecisionCallback(Callback):
         self._next_epoch = 0
         self._asking.end()
         self._asking = Asking(self.controller, self.plugin)
+        self._asked_ahead: tuple[int, Action] | None = None
+        self._first_map: Action | None = None
+        self._is_ready = False
         self._saved_controller: dict[str, Any] | None = None
         self._has_new_policy = False
 
@@ -133,6 +145,7 @@ class AutoPrecisionCallback(Callback):
         """Samples that did not train because memory ran out."""
         return 0 if self.steering is None else self.steering.lost_samples
 
+    @property
     def undone_windows(self) -> int:
         """Applied steps that a rollback has undone; ``applied_steps`` counts them no more."""
         return 0 if self.steering is None else self.steering.undone_windows
@@ -144,8 +157,9 @@ class AutoPrecisionCallback(Callback):
 
     @property
     def batch_size(self) -> int | None:
-        """The loader's batch size per rank, ``None`` if it is not known."""
-        return loader_batch_size(self._installation.owner)
+        """The batch size per rank in force, of the first loader if there are several; ``None`` if it is not known."""
+        size = None if self.steering is None else self.steering.knobs.batch_size.size
+        return loader_batch_size(self._installation.owner) if size is None else size
 
     @property
     def clip_threshold(self) -> float:
@@ -215,18 +229,38 @@ class AutoPrecisionCallback(Callback):
         if not steered_units(knobs) and "precision" not in knobs.masked and self.verbose:
             rank_zero_info("autoprec: no layer of this model can be steered; loss scale and clipping still are.")
         self._asking.start(knobs)
+        knobs.accumulation.attach(trainer)
+        knobs.batch_size.attach(trainer, self._make_ready)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restores what a checkpoint held, or applies the controller's first map."""
+        self._make_ready()
         steering = self._fit
+        steering.knobs.batch_size.begin_epoch(steering.window)
+        steering.note_plan()
+        if self._is_new and self.controller.looks and (below := steering.knobs.unit_formats.below_their_tier()):
+            steering.apply(Action(precision=below), "no layer begins below its tier")
+        if self._first_map is not None:
+            self._apply(Answer(self._first_map), f"first map of policy {self.controller.name!r}")
+            self._first_map = None
+            steering.requests.warn_of_unknown_names()
+
+    @property
+    def _is_new(self) -> bool:
+        return self._fit.window == 0 and self._next_script == 0
+
+    def _make_ready(self) -> None:
+        """Called once per fit when the first loaders are set up, which is before training starts."""
+        if self._is_ready:
+            return
+        self._is_ready = True
         if self._saved_controller is not None:
             self._asking.load(self._saved_controller)
-        is_new = steering.window == 0 and self._next_script == 0
-        if is_new and self.controller.looks and (below := steering.knobs.unit_formats.below_their_tier()):
-            steering.apply(Action(precision=below), "no layer begins below its tier")
-        if is_new or self._has_new_policy:
-            self._apply(Answer(self._asking.first_map()), f"first map of policy {self.controller.name!r}")
-            steering.requests.warn_of_unknown_names()
+        if self._is_new or self._has_new_policy:
+            self._first_map = self._asking.first_map()
+        epoch = first_epoch(self._installation.owner)
+        if epoch is not None:
+            self._ask_ahead(epoch)
 
     @property
     def _fit(self) -> Steering:
@@ -250,13 +284,35 @@ class AutoPrecisionCallback(Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Applies what the controller wants from this epoch on."""
+        self._fit.begin_epoch()
         self._ask_for_epoch(trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Asks for the next epoch's batch size, which must be known before its loaders are set up."""
+        self._fit.finish_window()
+        if not is_over(trainer):
+            self._ask_ahead(trainer.current_epoch + 1)
+        self._fit.knobs.batch_size.end_epoch()
+
+    def _ask_ahead(self, epoch: int) -> None:
+        is_known = self._asked_ahead is not None and self._asked_ahead[0] == epoch
+        if epoch < self._next_epoch or is_known:
+            return
+        action = self._asking.for_epoch(epoch) or Action()
+        self._asked_ahead = epoch, replace(action, batch_size=None)
+        if action.batch_size is not None:
+            self._fit.knobs.batch_size.plan(action.batch_size, self._fit.window, f"epoch {epoch}")
 
     def _ask_for_epoch(self, epoch: int) -> None:
         if epoch < self._next_epoch:
             return
         self._next_epoch = epoch + 1
-        self._apply(Answer(self._asking.for_epoch(epoch)), f"epoch {epoch}")
+        if self._asked_ahead is not None and self._asked_ahead[0] == epoch:
+            action: Action | None = self._asked_ahead[1]
+        else:
+            action = self._asking.for_epoch(epoch)
+        self._asked_ahead = None
+        self._apply(Answer(action), f"epoch {epoch}")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -352,6 +408,7 @@ class AutoPrecisionCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything that a resumed run needs, as primitives and the controller's tensors."""
+        ahead = self._asked_ahead
         return {
             "version": STATE_VERSION,
             "policy": self.controller.name,
@@ -360,6 +417,7 @@ class AutoPrecisionCallback(Callback):
             "seen_samples": self._seen_samples,
             "next_script": self._next_script,
             "next_epoch": self._next_epoch,
+            "asked_ahead": None if ahead is None else [ahead[0], asdict(ahead[1])],
         }
 
     def on_save_checkpoint(
@@ -378,8 +436,10 @@ class AutoPrecisionCallback(Callback):
         self._seen_samples = int(state_dict["seen_samples"])
         self._next_script = int(state_dict["next_script"])
         self._next_epoch = int(state_dict["next_epoch"])
+        ahead = state_dict.get("asked_ahead")
         if state_dict["policy"] == self.controller.name:
             self._saved_controller = state_dict["controller"]  # None if it could not be had
+            self._asked_ahead = None if ahead is None else (int(ahead[0]), Action(**ahead[1]))
         else:
             self._has_new_policy = True
             rank_zero_warn(

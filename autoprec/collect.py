@@ -147,6 +147,7 @@ def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float) -> GlobalR
         noise_scale=noise_scale,
         noise_scale_error=noise_scale_error,
         effective_batch=telemetry.noise.effective_batch,
+        batch_size=knobs.batch_size.size or 0,
         movable=frozenset(_movable(knobs)),
         loss_scale_limits=(knobs.loss_scale.config.floor, knobs.loss_scale.config.cap),
     )

@@ -175,7 +175,7 @@ class ScriptedController(Controller):
 
 
 class MapController(Controller):
-    """Trains with a saved map: formats, loss scale and clip threshold from window 0 on, never changed.
+    """Trains with a saved map: formats, loss scale, clip threshold and batch size from window 0 on, never changed.
 
     Args:
         source: File written by ``save_map``, or format names by unit name or pattern.
@@ -208,6 +208,15 @@ class MapController(Controller):
         """
         knobs = Action(loss_scale=self.action.loss_scale, clip=self.action.clip)
         return knobs if window == 0 and not knobs.is_empty else None
+
+    def epoch_action(self, epoch: int) -> Action | None:
+        """Returns the batch size of the map before the first epoch.
+
+        Args:
+            epoch: Index from 0.
+        """
+        size = self.action.batch_size
+        return Action(batch_size=size) if epoch == 0 and size is not None else None
 
     def decide(self, observation: Observation) -> None:
         """Changes nothing."""
@@ -291,7 +300,11 @@ def checked_reasons(reasons: object) -> Mapping[str, str]:
 
 
 def save_map(
-    path: str | Path, precision: Mapping[str, str], loss_scale: float | None = None, clip: float | None = None
+    path: str | Path,
+    precision: Mapping[str, str],
+    loss_scale: float | None = None,
+    clip: float | None = None,
+    batch_size: int | None = None,
 ) -> None:
     """Writes formats and knob values as YAML, to train with later.
 
@@ -300,6 +313,7 @@ def save_map(
         precision: Format name by unit name or pattern.
         loss_scale: Loss scale to start with, finite and > 0. ``None`` leaves it to the run.
         clip: Clip threshold to start with, > 0, ``inf`` for off. ``None`` leaves it to the run.
+        batch_size: Batch size to start with, >= 1. ``None`` leaves it to the loader.
 
     Raises:
         ValueError: If a value is out of range or a format name is unknown.
@@ -307,7 +321,14 @@ def save_map(
     import yaml
 
     path = Path(path)
-    document = {"version": 1, "precision": dict(precision), "loss_scale": loss_scale, "clip": clip}
+    document: dict[str, Any] = {
+        "version": 1,
+        "precision": dict(precision),
+        "loss_scale": loss_scale,
+        "clip": clip,
+    }
+    if batch_size is not None:
+        document["batch_size"] = batch_size
     _checked_map(f"Passed `save_map({str(path)!r}, ...)`.", document)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
@@ -320,7 +341,7 @@ def load_map(path: str | Path) -> Action:
         path: File to read.
 
     Returns:
-        A request for the formats, the loss scale and the clip threshold of the file.
+        A request for the formats and knob values of the file.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -349,7 +370,8 @@ def _checked_map(source: str, document: object) -> Action:
         )
         raise ValueError(
             f"{source} A map has the fields version (1), precision (format name by unit name, quoted if it looks like a"
-            f" number), loss_scale (null or a finite number > 0) and clip (null, .inf or a number > 0).{faults}"
+            f" number), loss_scale (null or a finite number > 0), clip (null, .inf or a number > 0) and,"
+            f" where the run sets it, batch_size (an int >= 1).{faults}"
         ) from error
     return Action(**fields)
 
@@ -366,6 +388,7 @@ def _map_model() -> type[BaseModel]:
         precision: dict[str, str]
         loss_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
         clip: float | None = Field(default=None, gt=0)
+        batch_size: int | None = Field(default=None, ge=1)
 
         @field_validator("precision")
         @classmethod

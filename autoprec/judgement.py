@@ -1,4 +1,4 @@
-"""What becomes of the formats that a request asks for, unit by unit, and of the sizes that nothing steers.
+"""What becomes of the formats that a request asks for, unit by unit.
 
 Nothing is changed or recorded here; that is the work of ``knobs``, as is asking loss scale and clip threshold.
 """
@@ -8,17 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from autoprec.action import Action
 from autoprec.formats import nearest, widest
 from autoprec.guard import Guard
-from autoprec.history import Knob, Outcome
+from autoprec.history import Outcome
 from autoprec.unit_formats import UnitFormats
 from autoprec.units import Unit, resolve
-
-_NOT_STEERED: dict[Knob, str] = {
-    "batch_size": "the batch size is not steered yet; set it on the DataLoader",
-    "accumulate": "accumulation is not steered yet; set `Trainer(accumulate_grad_batches=...)`",
-}
 
 
 class JudgedFormat(NamedTuple):
@@ -102,19 +96,3 @@ def _judge_unit(
         shared = f"{', '.join(unit.names)} share weights; the widest of {sorted(set(exact))} counts"
         return JudgedFormat(unit.name, wanted, "limited", shared)
     return JudgedFormat(unit.name, wanted, "applied", "")
-
-
-def refused_sizes(action: Action, masked: Mapping[str, str]) -> Iterator[tuple[Knob, int, str]]:
-    """Yields the sizes that a request asks for, each with the reason why it cannot be had.
-
-    Args:
-        action: What is asked for.
-        masked: Knob to the reason why it cannot be moved.
-    """
-    requests: tuple[tuple[Knob, int | None], ...] = (
-        ("batch_size", action.batch_size),
-        ("accumulate", action.accumulate),
-    )
-    for knob, value in requests:
-        if value is not None:
-            yield knob, value, masked.get(knob, _NOT_STEERED[knob])

@@ -1,8 +1,8 @@
 """The knobs of one fit: their values, and what becomes of a request.
 
 What lives here: resolving a request to units, asking the guard, making it act, putting it on record. What does not:
-what each knob is made of (``unit_formats``, ``loss_scale``, ``clip``), when a boundary is reached (``precision``) and
-who decides (``controller``, ``callback``).
+what each knob is made of (``unit_formats``, ``loss_scale``, ``clip``, ``batch_size``, ``accumulation``), when a
+boundary is reached (``precision``) and who decides (``controller``, ``callback``).
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from autoprec.accumulation import Accumulation
 from autoprec.action import Action
 from autoprec.base import Base
+from autoprec.batch_size import BatchSize
 from autoprec.clip import ClipThreshold
 from autoprec.config import AutoPrecisionConfig
 from autoprec.guard import Guard
 from autoprec.history import Decision, History, Knob, Outcome, Value
-from autoprec.judgement import JudgedFormat, judge_formats, refused_sizes
+from autoprec.judgement import JudgedFormat, judge_formats
 from autoprec.layers import Runtime
 from autoprec.loss_scale import LossScale
 from autoprec.unit_formats import UnitFormats
@@ -45,6 +47,8 @@ class Knobs:
     Attributes:
         unit_formats: State of the precision knob.
         threshold: State of the clip knob.
+        batch_size: State of the batch-size knob.
+        accumulation: State of the accumulation, which goes with it.
         guard: Knows what is legal and what is held.
         restrictions: Format to the reason why no unit may run in it.
     """
@@ -68,6 +72,8 @@ class Knobs:
         self.threshold = ClipThreshold(config.clip, base.clip, base.clip is None and "clip" not in masked, history)
         self.unit_formats = UnitFormats(units, base, config.formats, "precision" in masked, config.tiers)
         self.units = self.unit_formats.units
+        self.batch_size = BatchSize(config.batch, self.masked, history)
+        self.accumulation = Accumulation(config.batch, self.masked, history)
         self.restrictions: dict[str, str] = {}
         if "precision" not in self.masked:
             self._make_act()
@@ -122,12 +128,12 @@ class Knobs:
         """Format asked of every unit by name, in the model's order; a unit that nobody calls has one as well."""
         return dict(self.formats)
 
-    def map_to_save(self) -> tuple[dict[str, str], float | None, float | None]:
-        """Formats, loss scale and threshold of a run that starts from here; ``None`` for what it decides by itself."""
+    def map_to_save(self) -> tuple[dict[str, str], float | None, float | None, int | None]:
+        """Formats, loss scale, threshold and batch size of a run from here; ``None`` for what it decides by itself."""
         names = [u.name for u in steered_units(self) if u.has_matrix or u.name in self.unit_formats.named]
         scale = self.loss_scale.scale if self.loss_scale.enabled and "loss_scale" not in self.masked else None
         clip = None if "clip" in self.masked or self.threshold.follows_median else self.clip
-        return {name: self.formats[name] for name in names}, scale, clip
+        return {name: self.formats[name] for name in names}, scale, clip, self.batch_size.chosen
 
     # ---- requests ----
 
@@ -169,13 +175,16 @@ class Knobs:
             self._record(step, "loss_scale", None, 1.0, scale, scale, "applied", "in use from now on: fp16 needs it")
         self._apply_loss_scale(action, step, why)
         self._apply_clip(action, step, median_norm, _joined(why, reasons, "clip"), is_move)
-        self._refuse_sizes(action, step)
+        if action.batch_size is not None:
+            self.batch_size.request(action.batch_size, step, why, is_move)
+        if action.accumulate is not None:
+            self.accumulation.request(action.accumulate, step, why, acts_now=True)
 
     def check(self, action: Action, step: int, applied_steps: int, median_norm: float) -> Action:
         """Judges a request made inside a window: refusals are recorded now, the rest as deferred.
 
         Returns:
-            The part that is left to apply at the next boundary.
+            The part that is left to apply at the next boundary; batch size and accumulation keep theirs themselves.
         """
         precision: dict[str, str] = {}
         for unit, requested, outcome, reason in self._judged_formats(action, applied_steps):
@@ -200,7 +209,10 @@ class Knobs:
                 continue
             kept[knob] = value
             self._record(step, knob, None, current, value, current, "deferred", "to the next boundary")
-        self._refuse_sizes(action, step)
+        if action.batch_size is not None:
+            self.batch_size.request(action.batch_size, step, "requested")
+        if action.accumulate is not None:
+            self.accumulation.request(action.accumulate, step, "requested", acts_now=False)
         return Action(**kept)
 
     def raise_units(self, reasons: Mapping[str, str], step: int, applied_steps: int, forever: bool = False) -> None:
@@ -285,10 +297,17 @@ class Knobs:
             "clip": self.threshold.state_dict("clip" in self.masked),
             "loss_scale": self.loss_scale.state_dict(),
             "guard": self.guard.state_dict(),
+            "batch_size": self.batch_size.state_dict(),
+            "accumulation": self.accumulation.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what ``state_dict`` returned; units that are not in this model are left out."""
+    def load_state_dict(self, state: Mapping[str, Any], step: int = 0) -> None:
+        """Takes over what ``state_dict`` returned; units that are not in this model are left out.
+
+        Args:
+            state: The saved state.
+            step: Index of the window that begins.
+        """
         self.unit_formats.load_state_dict(state)
         self.guard.load_state_dict(state["guard"])
         was_enabled = self.loss_scale.enabled
@@ -297,6 +316,8 @@ class Knobs:
             self.loss_scale.enabled = was_enabled
         if "clip" not in self.masked:
             self.threshold.load_state_dict(state["clip"])
+        self.batch_size.load_state_dict(state.get("batch_size", {}))
+        self.accumulation.load_state_dict(state.get("accumulation", {}), step)
         if "precision" not in self.masked:
             self._make_act()
 
@@ -350,10 +371,6 @@ class Knobs:
             return applied is None, reason
         reason = self.loss_scale.refusal(value)
         return bool(reason), reason
-
-    def _refuse_sizes(self, action: Action, step: int) -> None:
-        for knob, value, reason in refused_sizes(action, self.masked):
-            self._record(step, knob, None, None, value, None, "refused", reason)
 
     def _record(
         self,

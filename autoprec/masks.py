@@ -11,13 +11,14 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from autoprec.accumulation import why_no_accumulation
 from autoprec.knobs import CLIPS_BY_VALUE, KNOBS, Knobs
 from autoprec.learning_rate import why_not_rule
 from autoprec.plugins import base_format
 
 
 def masks_of(root: pl.LightningModule, trainer: pl.Trainer, base: Precision, wanted: Sequence[str]) -> dict[str, str]:
-    """Returns the knobs that cannot be moved in a fit, each with the reason.
+    """Returns the knobs that cannot be moved in a fit, accumulation among them, each with the reason.
 
     Args:
         root: The module.
@@ -26,7 +27,9 @@ def masks_of(root: pl.LightningModule, trainer: pl.Trainer, base: Precision, wan
         wanted: Knobs that the user lets move.
     """
     masks: dict[str, str] = {knob: "it is not in `knobs`" for knob in KNOBS if knob not in wanted}
-    masks.setdefault("batch_size", "the batch size is not steered yet")
+    alone = masks.get("batch_size") or why_no_accumulation(root, trainer)
+    if alone is not None:
+        masks["accumulate"] = alone
     if base_format(base) is None:
         masks["precision"] = f"the Trainer runs in {base.precision}, which fixes the format of every layer"
         masks.setdefault("loss_scale", f"the Trainer runs in {base.precision}")

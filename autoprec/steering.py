@@ -8,6 +8,7 @@ the end of a window (``request_queue``), and the question when a decision is due
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -31,6 +32,7 @@ from autoprec.manual_scaling import ManualScaling
 from autoprec.memory_errors import free_memory
 from autoprec.request_queue import RequestQueue
 from autoprec.rescue import Rescue
+from autoprec.run_length import EpochPlan, RunLength
 from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.schedules import ScheduleHold
 from autoprec.telemetry import Telemetry
@@ -58,15 +60,17 @@ class Steering:
         user_skipped_steps: Windows in which ``training_step`` returned no loss.
         policy_failures: Questions to the policy that got no legal answer.
         lost_windows: Windows in which memory ran out, so that no step was attempted.
-        lost_samples: Rows of the batches in them, the rest of an accumulation included, and of batches under manual
-            optimization that were left after a step.
-        lower_batch_size: Called with the rows of a batch that did not fit; returns whether there was a smaller size to
-            go to. ``None`` where nobody can lower it: then an out-of-memory error ends the run.
+        lost_samples: Samples of the batches in them, the rest of an accumulation included, of batches under manual
+            optimization that were left after a step, and of epochs that ended without them after a batch size was
+            lowered.
+        lower_batch_size: Called with the samples of a batch that did not fit; returns whether there was a smaller size
+            to go to. ``None`` where nobody can lower it: then an out-of-memory error ends the run.
         is_lost: Whether the current window is lost to memory.
         undone_windows: Applied steps that a return to a copy of the run has undone; ``applied_steps`` counts them no
             more.
         rollbacks: How often the run went back.
         copies: What copies of the run there were at the end, for the table.
+        has_new_batch: Whether the effective batch has changed since a copy of the run was taken.
         has_skipped: Whether a step was skipped since somebody looked at the weights.
         is_sampling: Whether the current window is measured in detail for a decision.
         samples: Windows measured in detail so far.
@@ -99,6 +103,11 @@ class Steering:
             prepare(units, self.runtime)
         self.knobs = Knobs(units, self.runtime, config, masked, base, loss_scale, self.history)
         self.telemetry = Telemetry(units, config.clip.window)
+        self.knobs.batch_size.on_change = self.knobs.accumulation.on_change = self._note_batch
+        self.knobs.batch_size.on_lost = self._note_lost
+        self.knobs.batch_size.refusal = lambda k: self._why_no_other_batch(k * self.knobs.accumulation.factor)
+        self.knobs.accumulation.refusal = lambda k: self._why_no_other_batch(k * self.knobs.batch_size.factor)
+        self.lower_batch_size: Callable[[int], bool] | None = self._lower_batch_size
         self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
         self.schedules = ScheduleHold(config)
         self.learning_rate = LearningRate(config.batch.learning_rate)
@@ -110,12 +119,14 @@ class Steering:
         self.policy_failures = 0
         self.lost_windows = 0
         self.lost_samples = 0
-        self.lower_batch_size: Callable[[int], bool] | None = None
         self.is_lost = False
         self.undone_windows = 0
         self.rollbacks = 0
         self.copies = ""
         self.has_skipped = False
+        self.has_new_batch = False
+        self._plan: EpochPlan | None = None
+        self._is_resumed = False
         self.is_sampling = False
         self.samples = 0
         self.backwards = 0
@@ -170,6 +181,8 @@ class Steering:
         self.fallback.release()
         self.schedules.detach()
         self.learning_rate.detach()
+        self.knobs.batch_size.release()
+        self.knobs.accumulation.release()
         for unit in self.knobs.units.values():
             unit.states.clear()
         self._rescue.end_trial()
@@ -297,6 +310,55 @@ class Steering:
     def apply_pending(self) -> None:
         """Applies what was requested inside the last window; called at a boundary."""
         self.requests.apply_pending(self.window, self.applied_steps)
+        if self.knobs.accumulation.is_waiting:
+            self.knobs.accumulation.apply_if_aligned(self.window)
+
+    def begin_epoch(self) -> None:
+        """Called when an epoch begins, once its loaders are set up: sizes that waited for it act from here on."""
+        self.knobs.batch_size.begin_epoch(self.window)
+        self.apply_pending()
+
+    # ---- the effective batch ----
+
+    # ---- the batch ----
+
+    @property
+    def batch_factor(self) -> float:
+        """The effective batch in units of the one that the run began with."""
+        return self.knobs.batch_size.factor * self.knobs.accumulation.factor
+
+    def note_plan(self) -> None:
+        """Keeps how epochs are divided into steps, before that may change; called when training begins."""
+        self._plan = self._current_plan()
+
+    def _current_plan(self) -> EpochPlan:
+        return EpochPlan.of(self.root.trainer, self.knobs.batch_size.size or 1)
+
+    def _note_batch(self) -> None:
+        """The effective batch has changed: learning rate, schedules and copies of the run follow."""
+        self.learning_rate.set_batch_factor(self.batch_factor)
+        self.has_new_batch = True
+        if self._is_resumed and self._plan is None:  # schedules go on as they were saved
+            return
+        before, self._plan = self._plan, self._current_plan()
+        if before is None:  # how many batches of the first size there would have been is not known
+            size = self.knobs.batch_size.first_size or 1
+            before, self._plan = EpochPlan(batches=None, batch_size=size), replace(self._plan, batches=None)
+        length = RunLength.of(self.root.trainer, before, self._plan)
+        reason = self.schedules.why_not_stretched(length)
+        if reason is None:
+            self.schedules.stretch(length)
+        else:
+            rank_zero_warn(f"autoprec: the number of steps that are left has changed, but {reason}.")
+
+    def _why_no_other_batch(self, k: float) -> str | None:
+        return self.learning_rate.why_not(k) or self.schedules.why_not_stretched()
+
+    def _note_lost(self, samples: int) -> None:
+        self.lost_samples += samples
+
+    def _lower_batch_size(self, rows: int) -> bool:
+        return self.knobs.batch_size.lower(rows, self.window)
 
     def prepare_retry(self, failed_attempts: int, error: BaseException) -> bool:
         """Called when a training step raised: makes the next attempt safer, unless the step has taken effect.
@@ -366,6 +428,8 @@ class Steering:
         """
         self._has_stepped = self._has_counted = True
         self.applied_steps += 1
+        if self.knobs.batch_size.is_unproven:
+            self.knobs.batch_size.prove()
         if self._follows_trainer:
             self.knobs.loss_scale.update(found_inf=False)
         self.fallback.on_applied(optimizer)
@@ -435,9 +499,9 @@ class Steering:
             "user_skipped_steps": self.user_skipped_steps,
             "policy_failures": self.policy_failures,
             "lost_windows": self.lost_windows,
-            "lost_samples": self.lost_samples,
             "undone_windows": self.undone_windows,
             "rollbacks": self.rollbacks,
+            "lost_samples": self.lost_samples,
             "has_skipped": self.has_skipped,
             "skipping_since": self._skipping_since,
             "overflows": dict(self.fallback.overflows),
@@ -459,12 +523,10 @@ class Steering:
             ValueError: If the state is of another version.
         """
         check_version(state)
+        self._is_resumed = True
         for name in ("window", "applied_steps", "skipped_steps", "user_skipped_steps", "samples"):
             setattr(self, name, int(state[name]))
-        self.policy_failures = int(state.get("policy_failures", 0))
-        for name in ("lost_windows", "lost_samples"):
-            setattr(self, name, int(state.get(name, 0)))
-        for name in ("undone_windows", "rollbacks"):
+        for name in ("policy_failures", "lost_windows", "lost_samples", "undone_windows", "rollbacks"):
             setattr(self, name, int(state.get(name, 0)))
         self.has_skipped = bool(state.get("has_skipped", False))
         self._skipping_since = state["skipping_since"]
@@ -477,7 +539,7 @@ class Steering:
         self.requests.load(state["pending"])
         self.history.load(state["history"])
         self.telemetry.load_state_dict(state["telemetry"])
-        self.knobs.load_state_dict(state["knobs"])
+        self.knobs.load_state_dict(state["knobs"], self.window)
         self._rescue.end_trial()
         self._rescue.start_trial()
         self._is_window_open = self._has_stepped = self._has_counted = self._found_inf = self.is_lost = False

@@ -63,6 +63,7 @@ def summarize(steering: Steering, policy: str) -> str:
     lines.append(_clip_line(steering))
     lines += _learning_rate_lines(steering.learning_rate)
     lines += _noise_lines(steering)
+    lines += _batch_lines(steering)
     lines += _kernel_lines(steering)
     lines += _fault_lines(steering)
     lines += [f"  overflow   {name}: {count}" for name, count in steering.fallback.overflows.items()]
@@ -106,6 +107,16 @@ def _fault_lines(steering: Steering) -> list[str]:
     if steering.policy_failures > len(faults):
         lines.append(f"  POLICY FAILED {steering.policy_failures} times in all")
     return lines
+
+
+def _batch_lines(steering: Steering) -> list[str]:
+    """The batch where a run has moved it, and what that has cost."""
+    knobs, factor, lost = steering.knobs, steering.batch_factor, steering.lost_samples
+    if factor == 1.0 and not lost:
+        return []
+    line = f"  batch      size {knobs.batch_size.size}, {knobs.accumulation.value} micro-batches a step"
+    line += f" (effective batch {factor:g} x the first)"
+    return [line + (f"; {lost} samples lost to memory" if lost else "")]
 
 
 def _kernel_lines(steering: Steering) -> list[str]:

@@ -78,6 +78,19 @@ def progress(trainer: pl.Trainer) -> float:
     return min(done / epochs, 1.0)
 
 
+def is_over(trainer: pl.Trainer) -> bool:
+    """Whether the epoch that has just ended was the last."""
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    return (epochs is not None and -1 < epochs <= trainer.current_epoch + 1) or -1 < steps <= trainer.global_step
+
+
+def first_epoch(trainer: Any) -> int | None:
+    """Index of the epoch that a fit begins with, ``None`` if it goes on in the middle of one."""
+    progress = trainer.fit_loop.epoch_progress.current
+    is_inside = trainer.fit_loop.restarting or progress.started > progress.processed
+    return None if is_inside else int(progress.processed)
+
+
 def loader_batch_size(trainer: Any) -> int | None:
     """Batch size of the loader in use, ``None`` if it is not known."""
     loader = getattr(trainer, "train_dataloader", None)

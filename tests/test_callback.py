@@ -308,8 +308,8 @@ def test_a05_request_inside_an_accumulation_window_waits_for_its_end() -> None:
         (Action(loss_scale=math.nan), "finite and > 0"),
         (Action(clip=-1.0), "must be > 0"),
         (Action(clip=math.nan), "must be > 0"),
-        (Action(batch_size=4), "batch size"),
-        (Action(accumulate=4), ""),
+        (Action(batch_size=0), "batch size"),
+        (Action(accumulate=0), "must be >= 1"),
     ],
 )
 @pytest.mark.parametrize("is_scripted", [True, False])
@@ -656,7 +656,7 @@ def test_table_says_what_happened(printed: pytest.LogCaptureFixture) -> None:
 
     steps = {
         1: Action(precision={"net.0": "fp16", "net.2": "bf16"}, loss_scale=256.0),
-        2: Action(precision={"net.1": "bf16"}, batch_size=4),
+        2: Action(precision={"net.1": "bf16"}, batch_size=0),
     }
     config = AutoPrecisionConfig(clip=ClipConfig(min_norms=2))
     callback = AutoPrecisionCallback(ScriptedController(steps), interval=2, config=config)
@@ -670,7 +670,7 @@ def test_table_says_what_happened(printed: pytest.LogCaptureFixture) -> None:
         "of compute",
         "overflow   net.0: 1",
         "net.1",
-        "batch_size to 4",
+        "batch_size to 0",
         "loss scale",
         "clip",
     ):

@@ -481,7 +481,7 @@ def test_datamodule() -> None:
     trainer = quiet(max_epochs=2, callbacks=[callback])
     trainer.fit(Takes(), datamodule=Data())
     assert callback.applied_steps == 16
-    assert callback.batch_size is None
+    assert callback.batch_size == 8
 
 
 # profilers and loggers

@@ -284,13 +284,15 @@ def test_the_trainers_own_clip_stays() -> None:
     assert knobs.clip == 3.0
 
 
-def test_batch_size_requests_are_refused_and_recorded() -> None:
+def test_sizes_wait_for_a_fit_that_begins() -> None:
     knobs = knobs_of()
     rows = apply(knobs, batch_size=4, accumulate=2)
     assert [(row.knob, row.requested, row.outcome) for row in rows] == [
-        ("batch_size", 4, "refused"),
-        ("accumulate", 2, "refused"),
+        ("batch_size", 4, "deferred"),
+        ("accumulate", 2, "deferred"),
     ]
+    rows = apply(knobs, batch_size=0, accumulate=0)
+    assert [row.outcome for row in rows[-2:]] == ["refused", "refused"]
 
 
 # ---- requests inside a window ----
@@ -298,7 +300,7 @@ def test_batch_size_requests_are_refused_and_recorded() -> None:
 
 def test_check_refuses_at_once_and_defers_the_rest() -> None:
     knobs = knobs_of()
-    action = Action(precision={"a": "bf16", "b": "fp8", "zz": "bf16"}, loss_scale=-1.0, clip=2.0, batch_size=4)
+    action = Action(precision={"a": "bf16", "b": "fp8", "zz": "bf16"}, loss_scale=-1.0, clip=2.0, batch_size=0)
     rest = knobs.check(action, 7, 0, math.nan)
     assert rest == Action(precision={"a": "bf16"}, clip=2.0)
     assert sorted((row.unit or row.knob, row.outcome) for row in knobs.history) == [

@@ -267,6 +267,7 @@ NOT_SAVED = {
     "_reasons": "of the latest moves, on record already",
     "_saved_controller": "what the file held",
     "_has_failed": "each process warns of the first fault",
+    "_last_of_user": "Lightning's own count of reloads begins anew",
     "kernel_steps": "counted in one process, for its table",
     "copied_layers": "of the latest step, for the table",
     "_stepping": "kernels are prepared and copies made anew; a step has the same bits with them and without",
@@ -361,6 +362,7 @@ def test_no_field_keeps_one_value_through_these_steps(kept: dict[str, Kept]) -> 
     assert len(values) > 30
     constant = {"version", "growth_factor", "backoff_factor", "multiplier", "given"}
     constant |= {"undone_windows", "rollbacks"}  # test_rollback.py
+    constant |= {"accumulation", "asked_ahead", "batch_size", "lost_samples"}  # see test_cases_b_resume.py
     assert {name for name, seen in values.items() if len(seen) == 1} == constant
 
 

@@ -22,7 +22,7 @@ from tests.small_fits import Plain, assert_identical, differences, loader, outco
 MOVES = {
     1: Action(precision={"*": "bf16"}),
     3: Action(precision={"net.0": "fp16"}, loss_scale=256.0, clip=0.5),
-    5: Action(precision={"net.2": "int8"}, batch_size=4),
+    5: Action(precision={"net.2": "int8"}, batch_size=0),
 }
 
 
