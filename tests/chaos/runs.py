@@ -1,0 +1,420 @@
+"""Runs a schedule: fits with and without its faults, with and without the callback, and what is to be learnt of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from autoprec import (
+    Action,
+    AutoPrecisionCallback,
+    AutoPrecisionConfig,
+    GuardConfig,
+    LossScaleConfig,
+    ScriptedController,
+)
+from autoprec.controller import save_map
+from tests.chaos.control_faults import BadController, Erratic, HangingController
+from tests.chaos.fault import Effect, Fault, Scene
+from tests.chaos.faults import FAULTS
+from tests.chaos.invariants import Evidence, Reading, Violation, violations
+from tests.chaos.models import MODELS, Chaos, loaders
+from tests.chaos.process_faults import Kill
+from tests.chaos.schedules import Schedule
+from tests.chaos.settings import MAX_SKIPS, Setting
+from tests.resumed import CarriesRandomState
+from tests.small_fits import differences, fp16_plugin, outcome, quiet, seed
+from tests.test_no_trace import identities, process_state, random_state, replaced, structure
+
+NEVER = 10**9
+FEW_SEEDS, MANY_SEEDS = 4, 12
+FIRST_MAPS = {"fixed:bf16": "bf16", "fixed:fp16": "fp16", "fixed:int8": "int8"}
+SCRIPT = {
+    1: Action(precision={"*": "bf16"}),
+    4: Action(precision={"*.0": "fp16"}, loss_scale=512.0),
+    9: Action(precision={"*": "int8"}, clip=2.0),
+    14: Action(precision={"*": "bf16", "*norm*": "bf16"}),
+    18: Action(precision={"*": "fp32"}),
+}
+
+
+class Sabotage:
+    """Hands training steps to the faults of a run and reads the knobs meanwhile."""
+
+    def __init__(self, faults: Sequence[Fault], scene: Scene) -> None:
+        self.faults = faults
+        self.scene = scene
+        self.readings: list[Reading] = []
+        self.trainer: Trainer
+
+    def on_batch(self, index: int, batch: Any) -> Any:
+        self._read(batch)
+        for fault in self.faults:
+            batch = fault.on_batch(index, batch, self.trainer)
+            if batch is None:
+                return None
+        return batch
+
+    def on_loss(self, index: int, loss: Tensor) -> Tensor:
+        for fault in self.faults:
+            loss = fault.on_loss(index, loss)
+        return loss
+
+    def _read(self, batch: Any) -> None:
+        callback = self.scene.callback
+        if callback is None or callback.steering is None:
+            return
+        size, accumulate = callback.batch_size, self.trainer.accumulate_grad_batches
+        knobs = callback.precision_map(), callback.loss_scale, callback.clip_threshold
+        self.readings.append(Reading(callback.steering.window, *knobs, size, int(accumulate)))
+
+
+@dataclass
+class Fit:
+    """A fit and what it left behind."""
+
+    trainer: Trainer
+    module: Chaos
+    callback: AutoPrecisionCallback | None
+    faults: Sequence[Fault]
+    sabotage: Sabotage
+    error: BaseException | None
+    traces: list[str]
+    structure: dict[str, Any]
+    random_state: Any
+
+    @property
+    def scene(self) -> Scene:
+        """What the faults have noted down."""
+        return self.sabotage.scene
+
+
+def make_faults(schedule: Schedule) -> list[Fault]:
+    """New faults, as those of another fit have struck already."""
+    return [FAULTS[each.fault](each.batch, **each.options) for each in schedule.faults]
+
+
+def fit(
+    setting: Setting,
+    faults: Sequence[Fault],
+    folder: Path,
+    *,
+    has_callback: bool = True,
+    controller: Erratic | None = None,
+    first_seed: int | None = None,
+    resume: Path | None = None,
+) -> Fit:
+    """Trains once.
+
+    Args:
+        setting: What is trained.
+        faults: What strikes.
+        folder: Where files go.
+        has_callback: Whether autoprec takes part.
+        controller: Who decides, in place of the setting's policy.
+        first_seed: Of weights and order, in place of the setting's.
+        resume: Checkpoint to go on from.
+    """
+    start = setting.seed if first_seed is None else first_seed
+    seed(start)
+    callback = make_callback(setting, folder, controller) if has_callback else None
+    scene = Scene(setting, folder, callback)
+    sabotage = Sabotage(faults, scene)
+    module = MODELS[setting.model](setting.optimizer, setting.has_schedule, sabotage)
+    for fault in faults:
+        fault.attach(scene, module)
+    trainer = sabotage.trainer = make_trainer(setting, folder, callback, faults)
+    parts, plugin, before = identities(module), trainer.strategy.precision_plugin, process_state()
+    handler, threads = signal.getsignal(signal.SIGINT), set(threading.enumerate())
+    error: BaseException | None = None
+    try:
+        options: dict[str, Any] = {"ckpt_path": resume, "weights_only": True} if resume else {}
+        trainer.fit(module, *loaders(MODELS[setting.model], setting.is_resumable, start), **options)
+    except (Exception, KeyboardInterrupt, SystemExit) as caught:  # which one it may be is the invariants' business
+        error = caught
+    finally:
+        signal.signal(signal.SIGINT, handler)  # Lightning's answer to Ctrl-C ignores the next one
+        for fault in faults:
+            fault.detach()
+    traces = differences(before, process_state())
+    traces += [f"{name} is another object" for name in sorted(replaced(parts, identities(module)))]
+    traces += [] if trainer.strategy.precision_plugin is plugin else ["the Trainer has another plugin"]
+    traces += [
+        f"thread {each.name}" for each in set(threading.enumerate()) - threads if not _is_abandoned(each, faults)
+    ]
+    found = structure(module, trainer)
+    return Fit(trainer, module, callback, faults, sabotage, error, traces, found, random_state())
+
+
+def _is_abandoned(thread: threading.Thread, faults: Sequence[Fault]) -> bool:
+    return thread.daemon and any(isinstance(fault, HangingController) and fault.struck for fault in faults)
+
+
+def make_callback(setting: Setting, folder: Path, controller: Erratic | None) -> AutoPrecisionCallback:
+    """The callback of a setting, with a guard that is as short of patience as the run is short."""
+    config = AutoPrecisionConfig(
+        formats=("fp32", "bf16", "fp16"),
+        loss_scale=LossScaleConfig(init_scale=1024.0, growth_interval=8),
+        guard=GuardConfig(max_consecutive_skips=MAX_SKIPS, hold=6),
+        decision_timeout_s=0.3 if controller is not None else 60.0,
+    )
+    return AutoPrecisionCallback(
+        policy=controller or make_policy(setting, folder),
+        knobs=setting.knobs,
+        interval=4,
+        config=config,
+        history_file=folder / "history.jsonl",
+        verbose=False,
+    )
+
+
+def make_policy(setting: Setting, folder: Path) -> Any:
+    """What the callback is given as ``policy``."""
+    if setting.policy == "mixed":
+        return ScriptedController(SCRIPT)
+    if setting.policy != "map":
+        return setting.policy
+    path = folder / "map.yaml"
+    save_map(path, {"*": "bf16"}, None, None)
+    return path
+
+
+def make_trainer(
+    setting: Setting, folder: Path, callback: AutoPrecisionCallback | None, faults: Sequence[Fault]
+) -> Trainer:
+    """The Trainer of a setting."""
+    callbacks: list[Callback] = [] if callback is None else [callback]
+    callbacks += [each for fault in faults for each in fault.callbacks()]
+    options: dict[str, Any] = {"precision": setting.precision}
+    if setting.precision == "16-mixed":
+        options = {"plugins": [fp16_plugin()]}
+    if setting.saves_every:
+        files = ModelCheckpoint(
+            folder / "checkpoints", filename="{step}", save_top_k=-1, every_n_train_steps=setting.saves_every
+        )
+        callbacks += [CarriesRandomState(), files]
+        options["enable_checkpointing"] = True
+    if setting.model != "gan":
+        options |= {"accumulate_grad_batches": setting.accumulate, "gradient_clip_val": setting.clip}
+    return quiet(
+        max_steps=setting.attempts,
+        max_epochs=-1,
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+# ---- a schedule ----
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of a schedule.
+
+    Args:
+        struck: Faults that struck.
+        violations: What did not hold.
+    """
+
+    struck: int
+    violations: list[Violation]
+
+
+def run(schedule: Schedule, folder: Path) -> Report:
+    """Runs a schedule and its comparisons.
+
+    Args:
+        schedule: What to run.
+        folder: An empty folder.
+    """
+    for name in ("killed", "ours", "twin", "plain"):
+        (folder / name).mkdir()
+    died = schedule.is_killed and die(schedule, folder / "killed")
+    faults = make_faults(schedule)
+    ours = fit(schedule, faults, folder / "ours", controller=erratic(schedule, faults))
+    plain = fit(schedule, without_effect(schedule, ours), folder / "plain", has_callback=False)
+    evidence = collect(schedule, ours, plain)
+    if schedule.is_killed:
+        evidence.resumed = resume(schedule, ours, folder / "killed")
+    if ours.error is None and evidence.effect != Effect.ANY:
+        twin = fit(schedule, (), folder / "twin", controller=erratic(schedule, ()))
+        left, right = (vars(outcome(each.trainer, each.module)) for each in (ours, twin))
+        evidence.differences = differences(left, right)
+        evidence.loss, evidence.twin_loss = ours.module.final_loss(), twin.module.final_loss()
+        evidence.noise = lambda: noise(schedule, folder / "twin", evidence.loss - evidence.twin_loss)
+    struck = sum(bool(fault.struck) for fault in faults) + died
+    return Report(struck, violations(evidence))
+
+
+def erratic(schedule: Schedule, faults: Sequence[Fault]) -> Erratic | None:
+    """The controller of a schedule in which one fails; without the fault, a healthy one that decides the same."""
+    if not any(issubclass(FAULTS[each.fault], BadController) for each in schedule.faults):
+        return None
+    name = FIRST_MAPS.get(schedule.policy)
+    fault = next((each for each in faults if isinstance(each, BadController)), None)
+    return Erratic({"*": name} if name else None, fault)
+
+
+def without_effect(schedule: Schedule, ours: Fit) -> list[Fault]:
+    """The faults of a run without the callback that is to end as ours did: hooks of all, effects of what ended it."""
+    faults = make_faults(schedule)
+    for new, old in zip(faults, ours.faults, strict=True):
+        ended = ours.error is not None and (old.allows(ours.error) or any(_is_of(old, e) for e in ours.scene.raised))
+        if not ended:
+            new.batch = NEVER
+    return faults
+
+
+def _is_of(fault: Fault, error: BaseException) -> bool:
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_locals.get("self") is fault:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+def noise(setting: Setting, folder: Path, excess: float) -> float:
+    """Spread of the final loss over seeds without autoprec; over more seeds where a few do not cover the excess."""
+    losses: list[float] = []
+    for count in (FEW_SEEDS, MANY_SEEDS):
+        for start in range(len(losses), count):
+            plain = fit(replace(setting, saves_every=0), (), folder, has_callback=False, first_seed=1000 + start)
+            losses.append(plain.module.final_loss())
+        if max(losses) - min(losses) >= excess:
+            break
+    return max(losses) - min(losses)
+
+
+def collect(setting: Setting, ours: Fit, plain: Fit) -> Evidence:
+    """Gathers what the invariants look at, but for comparisons with further runs."""
+    assert ours.callback is not None
+    steering = ours.callback.steering
+    assert steering is not None, f"fit has not begun: {ours.error!r}"
+    return Evidence(
+        setting=setting,
+        faults=ours.faults,
+        error=ours.error,
+        raised=ours.scene.raised,
+        history=list(ours.callback.history),
+        windows=steering.window + steering._has_stepped,
+        applied=steering.applied_steps,
+        skipped=steering.skipped_steps,
+        user_skipped=steering.user_skipped_steps,
+        lost=getattr(steering, "lost_windows", 0),
+        undone=getattr(steering, "undone_windows", 0),
+        attempts=ours.trainer.global_step,
+        readings=ours.sabotage.readings,
+        asked=ours.scene.asked,
+        non_finite=non_finite(ours),
+        gradient_dtypes=[
+            name
+            for name, parameter in ours.module.named_parameters()
+            if getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype
+        ],
+        traces=traces(ours, plain),
+        checkpoints=wrong_checkpoints(setting, ours),
+    )
+
+
+def non_finite(found: Fit) -> list[str]:
+    """Names of tensors that hold inf or NaN."""
+    tensors: dict[str, Tensor] = dict(found.module.state_dict())
+    for index, optimizer in enumerate(found.trainer.optimizers):
+        for key, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer {index} {key} {name}": v for name, v in state.items() if isinstance(v, Tensor)}
+    return [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+
+
+def traces(ours: Fit, plain: Fit) -> list[str]:
+    """What is not as it was before, or not as in the run without the callback."""
+    found = [each for each in ours.traces if each not in plain.traces]
+    left, right = dict(plain.structure), dict(ours.structure)
+    if (ours.error is None) != (plain.error is None):  # one ended in mid-run
+        keeps = ("module ", "parameter ", "buffer ", "plugin")
+        left, right = ({k: v for k, v in each.items() if k.startswith(keeps)} for each in (left, right))
+    if ours.error is not None:  # gradients may have gone for the activations of a forward
+        left, right = ({k: v for k, v in each.items() if not k.startswith("gradient")} for each in (left, right))
+    found += differences(left, right)
+    callback = ours.callback
+    is_as_long = callback is not None and not getattr(callback.steering, "lost_windows", 0)
+    if ours.error is None and is_as_long and differences(plain.random_state, ours.random_state):
+        found.append("the global random states stand elsewhere")
+    return found
+
+
+def wrong_checkpoints(setting: Setting, found: Fit) -> list[str]:
+    """What is wrong with the newest checkpoints."""
+    wrong = []
+    for path in checkpoints(found.scene.folder)[-2:]:
+        try:
+            weights = torch.load(path, weights_only=True)["state_dict"]
+            plain = MODELS[setting.model](setting.optimizer, setting.has_schedule, found.sabotage)
+            plain.load_state_dict(weights)
+        except Exception as error:  # whatever it is, the file does not load
+            wrong.append(f"{path.name}: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        dtypes = {name: value.dtype for name, value in plain.state_dict().items()}
+        wrong += [f"{path.name}: {name} is {v.dtype}" for name, v in weights.items() if v.dtype != dtypes[name]]
+        wrong += [f"{path.name}: {name} is not finite" for name, v in weights.items() if not torch.isfinite(v).all()]
+    return wrong
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first."""
+    return sorted((folder / "checkpoints").glob("*.ckpt"), key=lambda path: int(path.stem.partition("=")[2]))
+
+
+# ---- kill -9 ----
+
+
+def die(schedule: Schedule, folder: Path) -> bool:
+    """Trains in a process of its own until it is killed; returns whether it was."""
+    process = os.fork()
+    if process == 0:
+        try:
+            faults = make_faults(schedule)
+            for fault in faults:
+                fault.is_armed = isinstance(fault, Kill)
+            fit(schedule, faults, folder)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+
+
+def resume(schedule: Schedule, through: Fit, folder: Path) -> list[str]:
+    """Goes on from the newest checkpoint of the killed process; returns where it ends otherwise than the whole run."""
+    files = checkpoints(folder)
+    resumed = fit(schedule, make_faults(schedule), folder, resume=files[-1] if files else None)
+    if resumed.error is not None or through.error is not None:
+        same = type(resumed.error) is type(through.error)
+        return [] if same else [f"{resumed.error!r} instead of {through.error!r}"]
+    left, right = outcome(through.trainer, through.module), outcome(resumed.trainer, resumed.module)
+    left.losses = left.losses[-len(right.losses) :] if right.losses else []
+    found = differences(vars(left), vars(right))
+    if through.callback is not None and resumed.callback is not None:
+        found += differences(_decided(through.callback), _decided(resumed.callback), "callback")
+    return found
+
+
+def _decided(callback: AutoPrecisionCallback) -> dict[str, Any]:
+    assert callback.steering is not None
+    return {
+        "map": callback.precision_map(),
+        "loss scale": callback.loss_scale,
+        "clip": callback.clip_threshold,
+        "counters": [callback.steering.window, callback.applied_steps, callback.skipped_steps],
+        "history": callback.history.state(),
+    }

@@ -1,0 +1,106 @@
+"""Schedules of the fault campaign: what is trained and which faults strike when, drawn from a seed, as data."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tests.chaos.faults import FAULTS
+from tests.chaos.settings import Setting
+from tests.chaos.models import MODELS, OPTIMIZERS
+
+POLICIES = ("rule", "fixed:bf16", "fixed:fp16", "fixed:int8", "map", "mixed")
+KNOBS = (
+    ("precision", "loss_scale", "batch_size", "clip"),
+    ("precision", "loss_scale", "batch_size"),
+    ("precision", "loss_scale"),
+    (),
+)
+PRECISIONS = ("32-true", "32-true", "32-true", "bf16-mixed", "16-mixed")
+KILL_EVERY = 13  # of 500 schedules 38 are killed
+
+
+@dataclass(frozen=True)
+class Injection:
+    """One fault: its name in ``faults.FAULTS``, the batch it strikes at, and what else it needs."""
+
+    fault: str
+    batch: int
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Schedule(Setting):
+    """A setting and the faults that strike in it.
+
+    Args:
+        faults: In the order of their batches.
+    """
+
+    faults: tuple[Injection, ...] = ()
+
+    def to_json(self) -> str:
+        """One line from which ``from_json`` makes the same schedule."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Reads what ``to_json`` wrote."""
+        fields = json.loads(text)
+        faults = tuple(Injection(**fault) for fault in fields.pop("faults"))
+        for fault in faults:
+            if fault.fault not in FAULTS:
+                raise ValueError(f"Passed a schedule with the fault {fault.fault!r}. Known faults: {sorted(FAULTS)}.")
+        return cls(**{**fields, "knobs": tuple(fields["knobs"])}, faults=faults)
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether the process is killed and the run resumed."""
+        return any(injection.fault == "kill" for injection in self.faults)
+
+    def without(self, left_out: Sequence[Injection]) -> Schedule:
+        """The same with fewer faults."""
+        return replace(self, faults=tuple(each for each in self.faults if each not in left_out))
+
+
+def draw(seed: int, index: int) -> Schedule:
+    """Returns the schedule of this number in the campaign of this seed; always the same one.
+
+    Args:
+        seed: Of the campaign.
+        index: From 0.
+    """
+    chance = random.Random(f"{seed}/{index}")
+    is_killed = index % KILL_EVERY == KILL_EVERY // 2
+    model = chance.choice(list(MODELS))
+    accumulate = 1 if model == "gan" else chance.choice((1, 1, 2, 3))
+    knobs = chance.choice(KNOBS)
+    schedule = Schedule(
+        model=model,
+        policy=chance.choice(POLICIES),
+        optimizer=chance.choice(list(OPTIMIZERS)),
+        accumulate=accumulate,
+        knobs=knobs,
+        precision=chance.choice(PRECISIONS),
+        clip=None if model == "gan" else chance.choice((None, None, 1.0)),
+        steps=chance.randint(20, 40),
+        seed=chance.randrange(1000),
+        is_resumable=is_killed or chance.random() < 0.5,
+        has_schedule=chance.random() < 0.5,
+        saves_every=chance.randint(4, 12) if is_killed or chance.random() < 0.6 else 0,
+    )
+    return replace(schedule, faults=_faults(chance, schedule, is_killed))
+
+
+def _faults(chance: random.Random, schedule: Schedule, is_killed: bool) -> tuple[Injection, ...]:
+    names = [name for name, cls in FAULTS.items() if cls.is_enabled() and cls.suits(schedule) and name != "kill"]
+    if is_killed:
+        names = [name for name in names if FAULTS[name].survives_restart]
+    wanted = chance.sample(names, min(len(names), chance.choice((1, 1, 2, 2, 3, 4))))
+    if is_killed:
+        wanted = [*wanted[:2], "kill"]
+    drawn = [Injection(name, schedule.draw_batch(chance), FAULTS[name].draw(chance, schedule)) for name in wanted]
+    return tuple(sorted(drawn, key=lambda injection: injection.batch))
