@@ -6,8 +6,8 @@ optimizers and hooks, requests at any time, Ctrl-C, a full disk, kill -9. After 
 non-finite, windows add up, the record is complete, the user gets the very error that was raised, recoverable faults
 cost less than another seed, module and Trainer are clean, checkpoints load, a resumed run is the same bit for bit.
 
-Results go to build/chaos, one line for each schedule, in a file named after the seed and the sources. Started again, the
-campaign runs what is missing. A schedule that fails is made as small as it gets and printed as a command.
+Results go to build/chaos, one line for each schedule, in a file named after the seed and the sources. Started again,
+the campaign runs what is missing. A schedule that fails is made as small as it gets and printed as a command.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 
 from autoprec import Action, AutoPrecisionCallback, Controller
 from tests.chaos.fault import Asked, Effect, Fault
+from tests.chaos.features import HAS_TIME_LIMIT
 from tests.chaos.settings import Setting
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class HangingController(BadController):
 
     @classmethod
     def is_enabled(cls) -> bool:
-        return has_time_limit()
+        return HAS_TIME_LIMIT
 
     def on_decision(self, observation: Any) -> Any:
         if self._is_due():
@@ -127,15 +128,6 @@ class HangingController(BadController):
 
     def on_script(self, window: int) -> Action | None:
         return None
-
-
-def has_time_limit() -> bool:
-    """Whether controllers that hang are abandoned; it is what reads the setting."""
-    import inspect
-
-    from autoprec import asking
-
-    return "timeout" in inspect.getsource(asking)
 
 
 class Request(Fault):

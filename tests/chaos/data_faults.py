@@ -136,6 +136,7 @@ class NoLoss(Fault):
     """The user leaves a step out."""
 
     survives_restart: ClassVar[bool] = True
+    acts_alone: ClassVar[bool] = True
 
     def on_batch(self, index: int, batch: Any, trainer: Trainer) -> Any:
         super().on_batch(index, batch, trainer)

@@ -9,6 +9,7 @@ from typing import Any
 
 from autoprec import Action, Decision, NonFiniteTrainingError
 from tests.chaos.fault import Asked, Effect, Fault
+from tests.chaos.features import HAS_MEMORY_RECOVERY
 from tests.chaos.settings import Setting
 
 FINAL = ("applied", "limited", "refused")
@@ -257,7 +258,7 @@ def _sum(evidence: Evidence) -> str:
 
 
 def _may_be_survived(error: BaseException) -> bool:
-    return "memory" in str(error)
+    return HAS_MEMORY_RECOVERY and "memory" in str(error)
 
 
 def _parts(action: Action) -> Iterator[tuple[str, str | None, Any]]:

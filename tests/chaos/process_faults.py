@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
-from autoprec import AutoPrecisionCallback, NonFiniteTrainingError
+from autoprec import NonFiniteTrainingError
 from tests.chaos.fault import Effect, Fault
+from tests.chaos.features import HAS_ROLLBACK
 from tests.chaos.settings import Setting
 
 
@@ -109,7 +109,7 @@ class CorruptSnapshot(Fault):
 
     @classmethod
     def is_enabled(cls) -> bool:
-        return hasattr(AutoPrecisionCallback, "undone_windows")
+        return HAS_ROLLBACK
 
     @classmethod
     def draw(cls, chance: random.Random, setting: Setting) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from tests.chaos.fault import Effect, Fault
+from tests.chaos.features import HAS_MEMORY_RECOVERY
 from tests.chaos.models import BATCH
 from tests.chaos.settings import Setting
 
@@ -34,6 +35,7 @@ class _InStep(Fault):
     """Raises in the forward or the backward of one step, once."""
 
     effect = Effect.ANY
+    ends_fit: ClassVar[bool] = True
     _loss_hooks = 0
 
     @classmethod
@@ -64,6 +66,7 @@ class _InStep(Fault):
 class OutOfMemory(_InStep):
     """The device's error, or the CPU allocator's; once, or whenever a batch is larger than at the beginning."""
 
+    ends_fit: ClassVar[bool] = not HAS_MEMORY_RECOVERY
     WORDS = (
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
         " allocate 4398046511104 bytes. Error code 12 (Cannot allocate memory)"
@@ -101,6 +104,7 @@ class OptimizerRaises(Fault):
     """An optimizer's hook raises before or after its update."""
 
     effect = Effect.ANY
+    ends_fit: ClassVar[bool] = True
 
     @classmethod
     def draw(cls, chance: random.Random, setting: Setting) -> dict[str, Any]:
@@ -126,6 +130,7 @@ class HookRaises(Fault):
     """A hook of a callback of the user's raises, or somebody presses Ctrl-C in it."""
 
     effect = Effect.ANY
+    ends_fit: ClassVar[bool] = True
 
     @classmethod
     def draw(cls, chance: random.Random, setting: Setting) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Runs a schedule: fits with and without its faults, with and without the callback, and what is to be learnt of them."""
+"""Runs a schedule: fits with and without faults, with and without the callback, and what is to be learnt of them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from autoprec.controller import save_map
 from tests.chaos.control_faults import BadController, Erratic, HangingController
 from tests.chaos.fault import Effect, Fault, Scene
 from tests.chaos.faults import FAULTS
+from tests.chaos.features import lost_and_undone
 from tests.chaos.invariants import Evidence, Reading, Violation, violations
 from tests.chaos.models import MODELS, Chaos, loaders
 from tests.chaos.process_faults import Kill
@@ -272,7 +273,7 @@ def without_effect(schedule: Schedule, ours: Fit) -> list[Fault]:
     faults = make_faults(schedule)
     for new, old in zip(faults, ours.faults, strict=True):
         ended = ours.error is not None and (old.allows(ours.error) or any(_is_of(old, e) for e in ours.scene.raised))
-        if not ended:
+        if not ended and not new.acts_alone:
             new.batch = NEVER
     return faults
 
@@ -303,6 +304,7 @@ def collect(setting: Setting, ours: Fit, plain: Fit) -> Evidence:
     assert ours.callback is not None
     steering = ours.callback.steering
     assert steering is not None, f"fit has not begun: {ours.error!r}"
+    lost, undone = lost_and_undone(steering)
     return Evidence(
         setting=setting,
         faults=ours.faults,
@@ -313,8 +315,8 @@ def collect(setting: Setting, ours: Fit, plain: Fit) -> Evidence:
         applied=steering.applied_steps,
         skipped=steering.skipped_steps,
         user_skipped=steering.user_skipped_steps,
-        lost=getattr(steering, "lost_windows", 0),
-        undone=getattr(steering, "undone_windows", 0),
+        lost=lost,
+        undone=undone,
         attempts=ours.trainer.global_step,
         readings=ours.sabotage.readings,
         asked=ours.scene.asked,
@@ -348,9 +350,9 @@ def traces(ours: Fit, plain: Fit) -> list[str]:
     if ours.error is not None:  # gradients may have gone for the activations of a forward
         left, right = ({k: v for k, v in each.items() if not k.startswith("gradient")} for each in (left, right))
     found += differences(left, right)
-    callback = ours.callback
-    is_as_long = callback is not None and not getattr(callback.steering, "lost_windows", 0)
-    if ours.error is None and is_as_long and differences(plain.random_state, ours.random_state):
+    steering = ours.callback.steering if ours.callback is not None else None
+    has_gone_on = steering is not None and not any(lost_and_undone(steering))
+    if ours.error is None and has_gone_on and differences(plain.random_state, ours.random_state):
         found.append("the global random states stand elsewhere")
     return found
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tests.chaos.faults import FAULTS
-from tests.chaos.settings import Setting
 from tests.chaos.models import MODELS, OPTIMIZERS
+from tests.chaos.settings import Setting
 
 POLICIES = ("rule", "fixed:bf16", "fixed:fp16", "fixed:int8", "map", "mixed")
 KNOBS = (
@@ -21,6 +21,7 @@ KNOBS = (
 )
 PRECISIONS = ("32-true", "32-true", "32-true", "bf16-mixed", "16-mixed")
 KILL_EVERY = 13  # of 500 schedules 38 are killed
+SHARE_ENDED = 0.35  # of the others have a fault that ends the fit
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,11 @@ def _faults(chance: random.Random, schedule: Schedule, is_killed: bool) -> tuple
     names = [name for name, cls in FAULTS.items() if cls.is_enabled() and cls.suits(schedule) and name != "kill"]
     if is_killed:
         names = [name for name in names if FAULTS[name].survives_restart]
-    wanted = chance.sample(names, min(len(names), chance.choice((1, 1, 2, 2, 3, 4))))
-    if is_killed:
-        wanted = [*wanted[:2], "kill"]
+        wanted = [*chance.sample(names, chance.choice((0, 1, 2))), "kill"]
+    else:
+        ends = [name for name in names if FAULTS[name].ends_fit]
+        goes_on = [name for name in names if name not in ends]
+        last = [chance.choice(ends)] if chance.random() < SHARE_ENDED else []
+        wanted = [*chance.sample(goes_on, chance.choice((1, 1, 2, 2, 3, 4)) - len(last)), *last]
     drawn = [Injection(name, schedule.draw_batch(chance), FAULTS[name].draw(chance, schedule)) for name in wanted]
     return tuple(sorted(drawn, key=lambda injection: injection.batch))
