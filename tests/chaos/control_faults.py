@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from autoprec import Action, AutoPrecisionCallback, Controller
 from tests.chaos.fault import Asked, Effect, Fault
 from tests.chaos.features import HAS_TIME_LIMIT
+from tests.chaos.models import BATCHES
 from tests.chaos.settings import Setting
 
 if TYPE_CHECKING:
@@ -173,8 +174,9 @@ class Request(Fault):
         return batch
 
     def _ask(self) -> None:
-        is_at_epoch_end = self.options["place"] == "on_train_epoch_end"
-        if self.struck or not (self.index >= self.batch if is_at_epoch_end else self.index == self.batch):
+        # at the end of the epoch of its batch, and not of a later one: a resumed run must not ask again
+        reach = BATCHES if self.options["place"] == "on_train_epoch_end" else 1
+        if self.struck or not 0 <= self.index - self.batch < reach:
             return
         self.strike()
         callback: AutoPrecisionCallback | None = self.scene.callback

@@ -113,7 +113,7 @@ class OptimizerRaises(Fault):
     def on_batch(self, index: int, batch: Any, trainer: Trainer) -> Any:
         super().on_batch(index, batch, trainer)
         if index == self.batch and not self.struck:
-            optimizer = trainer.optimizers[0]
+            optimizer = trainer.optimizers[self.options.get("optimizer", 0)]
             if self.options["place"] == "before":
                 self._handle = optimizer.register_step_pre_hook(self._raise)
             else:

@@ -21,6 +21,7 @@ from autoprec import (
     AutoPrecisionConfig,
     GuardConfig,
     LossScaleConfig,
+    NonFiniteTrainingError,
     ScriptedController,
 )
 from autoprec.controller import save_map
@@ -31,8 +32,9 @@ from tests.chaos.features import lost_and_undone
 from tests.chaos.invariants import Evidence, Reading, Violation, violations
 from tests.chaos.models import MODELS, Chaos, loaders
 from tests.chaos.process_faults import Kill
+from tests.chaos.raising_faults import OptimizerRaises
 from tests.chaos.schedules import Schedule
-from tests.chaos.settings import MAX_SKIPS, Setting
+from tests.chaos.settings import MAX_SKIPS, VARIANTS, Setting
 from tests.resumed import CarriesRandomState
 from tests.small_fits import differences, fp16_plugin, outcome, quiet, seed
 from tests.test_no_trace import identities, process_state, random_state, replaced, structure
@@ -56,10 +58,12 @@ class Sabotage:
         self.faults = faults
         self.scene = scene
         self.readings: list[Reading] = []
+        self.index = -1
         self.trainer: Trainer
 
     def on_batch(self, index: int, batch: Any) -> Any:
-        self._read(batch)
+        self.index = index
+        self._read()
         for fault in self.faults:
             batch = fault.on_batch(index, batch, self.trainer)
             if batch is None:
@@ -71,7 +75,7 @@ class Sabotage:
             loss = fault.on_loss(index, loss)
         return loss
 
-    def _read(self, batch: Any) -> None:
+    def _read(self) -> None:
         callback = self.scene.callback
         if callback is None or callback.steering is None:
             return
@@ -168,12 +172,14 @@ def make_callback(setting: Setting, folder: Path, controller: Erratic | None) ->
         loss_scale=LossScaleConfig(init_scale=1024.0, growth_interval=8),
         guard=GuardConfig(max_consecutive_skips=MAX_SKIPS, hold=6),
         decision_timeout_s=0.3 if controller is not None else 60.0,
+        **VARIANTS[setting.variant],
     )
     return AutoPrecisionCallback(
         policy=controller or make_policy(setting, folder),
         knobs=setting.knobs,
         interval=4,
         config=config,
+        eval_precision=setting.eval_precision,
         history_file=folder / "history.jsonl",
         verbose=False,
     )
@@ -185,7 +191,7 @@ def make_policy(setting: Setting, folder: Path) -> Any:
         return ScriptedController(SCRIPT)
     if setting.policy != "map":
         return setting.policy
-    path = folder / "map.yaml"
+    path = folder.parent / "map.yaml"  # the record has its name
     save_map(path, {"*": "bf16"}, None, None)
     return path
 
@@ -254,9 +260,24 @@ def run(schedule: Schedule, folder: Path) -> Report:
         left, right = (vars(outcome(each.trainer, each.module)) for each in (ours, twin))
         evidence.differences = differences(left, right)
         evidence.loss, evidence.twin_loss = ours.module.final_loss(), twin.module.final_loss()
+        if evidence.effect == Effect.RECOVERABLE:
+            evidence.twin_loss = max(evidence.twin_loss, shorter(schedule, ours, twin, folder / "twin"))
         evidence.noise = lambda: noise(schedule, folder / "twin", evidence.loss - evidence.twin_loss)
     struck = sum(bool(fault.struck) for fault in faults) + died
     return Report(struck, violations(evidence))
+
+
+def shorter(schedule: Schedule, ours: Fit, twin: Fit, folder: Path) -> float:
+    """Final loss of the twin when it takes as few steps as the run with faults has: lost steps are lost progress."""
+    lost = _untaken(ours) - _untaken(twin)
+    windows = -(-lost // 2) if schedule.model == "gan" else lost
+    setting = replace(schedule, steps=max(schedule.steps - windows, 1), saves_every=0)
+    return fit(setting, (), folder, controller=erratic(schedule, ())).module.final_loss()
+
+
+def _untaken(found: Fit) -> int:
+    assert found.callback is not None and found.callback.steering is not None
+    return found.trainer.global_step - found.callback.applied_steps
 
 
 def erratic(schedule: Schedule, faults: Sequence[Fault]) -> Erratic | None:
@@ -275,6 +296,9 @@ def without_effect(schedule: Schedule, ours: Fit) -> list[Fault]:
         ended = ours.error is not None and (old.allows(ours.error) or any(_is_of(old, e) for e in ours.scene.raised))
         if not ended and not new.acts_alone:
             new.batch = NEVER
+    if isinstance(ours.error, NonFiniteTrainingError):  # something has to end this run where ours ended
+        optimizer = ours.trainer.global_step % len(ours.trainer.optimizers)
+        faults.append(OptimizerRaises(ours.sabotage.index, place="before", optimizer=optimizer))
     return faults
 
 
@@ -344,9 +368,6 @@ def traces(ours: Fit, plain: Fit) -> list[str]:
     """What is not as it was before, or not as in the run without the callback."""
     found = [each for each in ours.traces if each not in plain.traces]
     left, right = dict(plain.structure), dict(ours.structure)
-    if (ours.error is None) != (plain.error is None):  # one ended in mid-run
-        keeps = ("module ", "parameter ", "buffer ", "plugin")
-        left, right = ({k: v for k, v in each.items() if k.startswith(keeps)} for each in (left, right))
     if ours.error is not None:  # gradients may have gone for the activations of a forward
         left, right = ({k: v for k, v in each.items() if not k.startswith("gradient")} for each in (left, right))
     found += differences(left, right)

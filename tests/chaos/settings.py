@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 MAX_SKIPS = 4  # of the guard in these short runs, in place of 20
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "16-bit moments": {"second_moment": "bf16", "second_moment_after": 3},
+    "torch's steps": {"fused_step": False},
+    "blocks": {"granularity": "block"},
+    "clamped": {"clamp_output": 1000.0, "hold_schedules": False},
+}
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,8 @@ class Setting:
         is_resumable: Whether the loader can go on in the middle of an epoch.
         has_schedule: Whether a learning-rate schedule moves with each step.
         saves_every: Steps between checkpoints, 0 for none.
+        eval_precision: The callback's argument.
+        variant: Name in ``VARIANTS``: further settings of autoprec.
     """
 
     model: str = "mlp"
@@ -39,6 +50,8 @@ class Setting:
     is_resumable: bool = True
     has_schedule: bool = False
     saves_every: int = 0
+    eval_precision: Literal["base", "current"] = "base"
+    variant: str = "default"
 
     @property
     def attempts(self) -> int:
