@@ -304,7 +304,7 @@ class Stepping:
             return
         if _is_by_value(algorithm):
             gradients.clip_value_(clip_val)
-        elif "clip" in self._steering.knobs.masked and not gradients.is_private and gradients.are_dense:
+        elif "clip" in self._steering.knobs.masked and not self._fused and gradients.are_dense:
             with gradients.foreign_clipping(clip_val):  # torch's own, which works in the dtype of the gradients
                 self._plugin.clip_grad_by_norm(optimizer, clip_val)
         else:

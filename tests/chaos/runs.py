@@ -276,7 +276,7 @@ def shorter(schedule: Schedule, ours: Fit, twin: Fit, folder: Path) -> float:
 
 
 def _untaken(found: Fit) -> int:
-    assert found.callback is not None and found.callback.steering is not None
+    assert found.callback is not None
     return found.trainer.global_step - found.callback.applied_steps
 
 
@@ -298,7 +298,7 @@ def without_effect(schedule: Schedule, ours: Fit) -> list[Fault]:
             new.batch = NEVER
     if isinstance(ours.error, NonFiniteTrainingError):  # something has to end this run where ours ended
         optimizer = ours.trainer.global_step % len(ours.trainer.optimizers)
-        faults.append(OptimizerRaises(ours.sabotage.index, place="before", optimizer=optimizer))
+        faults.append(OptimizerRaises(ours.sabotage.index, place="after", optimizer=optimizer))
     return faults
 
 
