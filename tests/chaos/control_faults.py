@@ -134,7 +134,15 @@ class HangingController(BadController):
 class Request(Fault):
     """``callback.request`` from somewhere in the user's code."""
 
-    PLACES = ("training_step", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end", "on_after_backward")
+    PLACES = (
+        "training_step",
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_train_epoch_end",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_before_zero_grad",
+    )
     survives_restart = True
     LEGAL: Mapping[str, Sequence[Any]] = {
         "precision": ({"*": "bf16"}, {"*": "fp16"}, {"*": "int8"}, {"*": "fp32"}, {"*.0": "fp8"}, {"n*": "bf16"}),

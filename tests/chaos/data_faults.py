@@ -92,6 +92,20 @@ class BadGradient(_Poison):
         return gradient
 
 
+class HugeGradient(BadGradient):
+    """One entry of one gradient is finite, and its square may not be."""
+
+    effect = Effect.ANY
+    poisons = False
+
+    @classmethod
+    def draw(cls, chance: random.Random, setting: Setting) -> dict[str, Any]:
+        return {**super().draw(chance, setting), "value": chance.choice((1e15, 1e20, 1e30, 3e38))}
+
+    def allows(self, error: BaseException) -> bool:
+        return bool(self.struck) and isinstance(error, NonFiniteTrainingError)
+
+
 class BadLoss(_Poison):
     """The loss is not finite, for one window or for several."""
 
@@ -112,7 +126,7 @@ class BadLoss(_Poison):
 
 
 class Outliers(Fault):
-    """A batch of the usual form that is ten thousand times as large."""
+    """A batch of the usual form that is ten thousand times as large, or so large that squares leave fp32."""
 
     effect = Effect.ANY
     survives_restart: ClassVar[bool] = True
@@ -121,12 +135,16 @@ class Outliers(Fault):
     def suits(cls, setting: Setting) -> bool:
         return setting.model != "gpt"
 
+    @classmethod
+    def draw(cls, chance: random.Random, setting: Setting) -> dict[str, Any]:
+        return {"factor": chance.choice((1e4, 1e4, 1e4, 1e10, 1e19, 1e30))}
+
     def on_batch(self, index: int, batch: Any, trainer: Trainer) -> Any:
         super().on_batch(index, batch, trainer)
         if index != self.batch:
             return batch
         self.strike()
-        return [batch[0] * 1e4, *batch[1:]]
+        return [batch[0] * self.options["factor"], *batch[1:]]
 
     def allows(self, error: BaseException) -> bool:
         return bool(self.struck) and isinstance(error, NonFiniteTrainingError)  # the step was finite and ruinous

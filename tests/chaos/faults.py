@@ -12,6 +12,7 @@ FAULTS: dict[str, type[Fault]] = {
     "input": data.BadInput,
     "activation": data.BadActivation,
     "gradient": data.BadGradient,
+    "huge gradient": data.HugeGradient,
     "loss": data.BadLoss,
     "outliers": data.Outliers,
     "no loss": data.NoLoss,

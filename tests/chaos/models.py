@@ -1,4 +1,4 @@
-"""Small models, data and optimizers of the fault campaign. Nothing in them is random once they are made."""
+"""Small models, data and optimizers of the fault campaign."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ class Regression(Chaos):
 class MLP(Regression):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.net = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 32), nn.ReLU(), nn.Dropout(0.05), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2)
+        )
 
 
 class CNN(Regression):
@@ -220,12 +222,32 @@ class Lion(Optimizer):
         return loss
 
 
+class SAM(SGD):
+    """Calls its closure a second time, at weights that it has moved (Foret et al. 2021)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        used = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        moves = [0.01 * p.grad for p in used]
+        for parameter, move in zip(used, moves, strict=True):
+            parameter.add_(move)
+        with torch.enable_grad():
+            closure()
+        for parameter, move in zip(used, moves, strict=True):
+            parameter.sub_(move)
+        super().step()
+        return loss
+
+
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "sgd": lambda parameters: SGD(parameters, lr=0.01, momentum=0.9),
     "adam": lambda parameters: Adam(parameters, lr=0.01),
     "adamw": lambda parameters: AdamW(parameters, lr=0.01),
     "rmsprop": lambda parameters: RMSprop(parameters, lr=0.003),
     "foreign": lambda parameters: Lion(parameters, lr=0.003),
+    "two closures": lambda parameters: SAM(parameters, lr=0.01, momentum=0.9),
 }
 MODELS: dict[str, type[Chaos]] = {"mlp": MLP, "cnn": CNN, "gpt": GPT, "lstm": LSTM, "gan": GAN}
 

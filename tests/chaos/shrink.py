@@ -70,5 +70,10 @@ def _fitted(schedule: Schedule, accumulate: int) -> Schedule:
 
 
 def _is_possible(schedule: Schedule) -> bool:
-    is_manual = schedule.model == "gan" and (schedule.accumulate > 1 or schedule.clip is not None)
-    return not is_manual and all(FAULTS[each.fault].suits(schedule) for each in schedule.faults)
+    needs_closure = schedule.optimizer == "two closures"
+    is_manual = schedule.model == "gan"
+    if (is_manual or needs_closure) and schedule.accumulate > 1:
+        return False
+    if is_manual and (needs_closure or schedule.clip is not None):
+        return False
+    return all(FAULTS[each.fault].suits(schedule) for each in schedule.faults)
