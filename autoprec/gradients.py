@@ -21,6 +21,7 @@ _ONE_PASS = {torch.float32, torch.bfloat16, torch.float16}
 # other libraries' tensors may have no memory of their own
 _PLAIN = {Tensor, nn.Parameter}
 _MARGIN = 1e-5  # below the threshold by more than that, clipping changes nothing
+_LARGEST_NORM = 2.0**63  # above it squares may leave float32, and second moments with them
 
 
 class Gradients:
@@ -113,6 +114,13 @@ class Gradients:
         self.measure()
         if keeps_norms and self.is_finite and count == len(self.parameters):
             self.norms, self.total = norms, total
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a step may be taken: entries are finite, and so are the squares of what clipping has left of them."""
+        if not self.is_finite or self.total < _LARGEST_NORM:
+            return self.is_finite
+        return float(global_norm(self.grads())) * self.factor < _LARGEST_NORM
 
     def clip_norm_(self, threshold: float, has_torchs_bits: bool = False) -> None:
         """Scales all gradients so that their global norm does not exceed ``threshold``, by torch's formula.

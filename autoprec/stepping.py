@@ -63,6 +63,7 @@ class Stepping:
         self._overrides_clipping = is_overridden("configure_gradient_clipping", root)
         self._trainer_clip = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         self._is_in_closure = False
+        self._is_without_loss = False
         self._has_torchs_step = {id(each): TorchsStep(each) for each in optimizers}
         self._latest: Gradients | None = None
         knobs = steering.knobs
@@ -163,6 +164,7 @@ class Stepping:
         steering = self._steering
         fused = self._fused.get(id(optimizer))
         undo = StepUndo(optimizer)
+        self._is_without_loss = False
         wrapped = functools.partial(self._checked_closure, optimizer, model, closure, undo)
         try:
             with Expecting(True), contextlib.nullcontext() if fused is None else fused.standing_in():
@@ -185,7 +187,7 @@ class Stepping:
         gradients = self._gradients.pop(id(optimizer), None)
         has_backward = steering.backwards > 0 or not steering.is_automatic
         if gradients is None or not gradients.parameters or not has_backward:
-            steering.on_empty()
+            steering.on_empty(is_by_user=self._is_without_loss)
         else:
             steering.on_applied(gradients, _index(model.trainer, optimizer))
         self._forget(gradients)
@@ -211,8 +213,7 @@ class Stepping:
                 self._is_in_closure = False
         is_clipped_by_user = id(optimizer) in self._gradients
         gradients = self._unscaled(optimizer, model.trainer)
-        if result is None and model.automatic_optimization and not gradients.parameters:
-            steering.user_skipped_steps += 1
+        self._is_without_loss = result is None and model.automatic_optimization and not gradients.parameters
         call._call_callback_hooks(model.trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(model.trainer, "on_before_optimizer_step", optimizer)
         # between the user's clipping and the step other code of the user ran
@@ -220,7 +221,7 @@ class Stepping:
         gradients.after_foreign_code(leaves_traces, keeps_norms=is_clipped_by_user)
         self._clip(model, optimizer)
         gradients.after_foreign_code(leaves_traces=not self._overrides_clipping, keeps_norms=True)
-        if not gradients.is_finite:
+        if not gradients.is_usable:
             raise _StepSkipped(result)
         if steering.is_sampling and gradients.parameters:
             steering.sample(gradients)

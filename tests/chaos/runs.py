@@ -370,11 +370,29 @@ def traces(ours: Fit, plain: Fit) -> list[str]:
     left, right = dict(plain.structure), dict(ours.structure)
     if ours.error is not None:  # gradients may have gone for the activations of a forward
         left, right = ({k: v for k, v in each.items() if not k.startswith("gradient")} for each in (left, right))
-    found += differences(left, right)
+    for key in left.keys() | right.keys():
+        found += _named(key, left.get(key), right.get(key))
     steering = ours.callback.steering if ours.callback is not None else None
     has_gone_on = steering is not None and not any(lost_and_undone(steering))
-    if ours.error is None and has_gone_on and differences(plain.random_state, ours.random_state):
+    # a step that is skipped before its second closure draws for one only
+    is_drawn_from = ours.scene.setting.optimizer != "two closures"
+    if ours.error is None and has_gone_on and is_drawn_from and differences(plain.random_state, ours.random_state):
         found.append("the global random states stand elsewhere")
+    return found
+
+
+def _named(key: str, left: Any, right: Any) -> list[str]:
+    """Differences of one entry of a structure, and of sets of attributes the names that are in one only."""
+    pairs = zip(left, right, strict=False) if isinstance(left, tuple) and isinstance(right, tuple) else ((left, right),)
+    found = []
+    for a, b in pairs:
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += [f"{key} has lost {name}" for name in sorted(a.keys() - b.keys())]
+            found += [f"{key} has {name}" for name in sorted(b.keys() - a.keys())]
+            both = sorted(a.keys() & b.keys())
+            found += [f"{key}.{name}: {b[name]}, was {a[name]}" for name in both if a[name] != b[name]]
+        elif a != b:
+            found.append(f"{key}: {b}, was {a}")
     return found
 
 

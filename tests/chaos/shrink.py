@@ -71,6 +71,8 @@ def _fitted(schedule: Schedule, accumulate: int) -> Schedule:
 
 def _is_possible(schedule: Schedule) -> bool:
     needs_closure = schedule.optimizer == "two closures"
+    if schedule.precision == "16-mixed" and (needs_closure or schedule.model == "lstm"):
+        return False
     is_manual = schedule.model == "gan"
     if (is_manual or needs_closure) and schedule.accumulate > 1:
         return False
