@@ -139,7 +139,8 @@ def list_faults() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the campaign and returns the exit code."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path.insert(0, str(ROOT))
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
     options = parse(argv)
     if options.list:
         list_faults()
