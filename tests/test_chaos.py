@@ -284,10 +284,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Schedule]:
 def test_a_stopped_campaign_goes_on_where_it_was(
     calls: list[Schedule], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--results", str(tmp_path), "--seed", "5", "--schedules"]
+    arguments = ["--results", str(tmp_path), "--jobs", "1", "--seed", "6", "--schedules"]
     assert chaos.main([*arguments, "8"]) == 1
     first = capsys.readouterr().out
-    (path,) = tmp_path.glob("seed-5-*.jsonl")
+    (path,) = tmp_path.glob("seed-6-*.jsonl")
     assert {json.loads(line)["index"] for line in path.read_text().split("\n") if line} == set(range(8))
     path.write_text(path.read_text() + '{"index": 8, "sched')  # stopped in the middle of a line
     calls.clear()
@@ -295,7 +295,7 @@ def test_a_stopped_campaign_goes_on_where_it_was(
     assert calls == []
     assert capsys.readouterr().out.splitlines()[-1] == first.splitlines()[-1]
     assert chaos.main([*arguments, "10"]) == 1
-    assert [each.to_json() for each in calls[:2]] == [draw(5, 8).to_json(), draw(5, 9).to_json()]
+    assert [each.to_json() for each in calls[:2]] == [draw(6, 8).to_json(), draw(6, 9).to_json()]
 
 
 def test_the_last_line_and_the_command_of_a_failing_schedule(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import tempfile
 import traceback
 import warnings
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
 from tests.chaos.invariants import Violation
 from tests.chaos.runs import Report, run
 from tests.chaos.schedules import Schedule
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 120
 
 
@@ -24,9 +28,7 @@ def run_apart(schedule: Schedule, limit_s: float = LIMIT_S) -> Report:
         schedule: What to run.
         limit_s: Seconds after which the process is killed.
     """
-    # the server has imported everything once, and its children start in no time
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = _context()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run_and_tell, args=(schedule.to_json(), theirs))
     process.start()
@@ -43,6 +45,20 @@ def run_apart(schedule: Schedule, limit_s: float = LIMIT_S) -> Report:
         process.kill()
         process.join()
         ours.close()
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    """A server that has imported everything once, so that its children start in no time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    before = os.getcwd()
+    os.chdir(ROOT)  # where it looks for what it imports
+    try:
+        ensure_running()
+    finally:
+        os.chdir(before)
+    return context
 
 
 def _failed(name: str, detail: str) -> Report:

@@ -6,7 +6,7 @@ import math
 import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from lightning.pytorch import Callback, Trainer
@@ -58,9 +58,19 @@ class Erratic(Controller):
 class BadController(Fault):
     """A controller that raises, returns what it must not return, or does not answer."""
 
-    KINDS = ("raises", "script raises", "state", "garbage", "shape", "nan", "moves", "action", "reasons")
+    KINDS: ClassVar[tuple[str, ...]] = (
+        "raises",
+        "script raises",
+        "state",
+        "garbage",
+        "shape",
+        "nan",
+        "moves",
+        "action",
+        "reasons",
+    )
     # what these return is an answer, parts of which are legal
-    ANSWERS = ("action",)
+    ANSWERS: ClassVar[tuple[str, ...]] = ("action",)
 
     @classmethod
     def draw(cls, chance: random.Random, setting: Setting) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class GAN(Chaos):
             self.untoggle_optimizer(optimizer)
             self.losses.append(float(loss.detach()))
         for schedule in self.lr_schedulers() or () if self.has_schedule else ():  # type: ignore[union-attr]
-            schedule.step()  # type: ignore[call-arg]
+            schedule.step()
 
     def critic_loss(self, batch: Any) -> Tensor:
         return judged(self.critic(batch[1]), 1.0) + judged(self.critic(self.generator(batch[0]).detach()), 0.0)

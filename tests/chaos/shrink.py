@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from typing import Any
 
 from tests.chaos.faults import FAULTS
 from tests.chaos.schedules import Schedule
@@ -50,8 +51,9 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
     if count == 1:
         yield replace(schedule, faults=())
     for field in fields(Setting):
+        plainest: dict[str, Any] = {field.name: field.default}
         if getattr(schedule, field.name) != field.default:
-            yield _fitted(replace(schedule, **{field.name: field.default}), schedule.accumulate)
+            yield _fitted(replace(schedule, **plainest), schedule.accumulate)
     for index, injection in enumerate(schedule.faults):
         for batch in (4 * schedule.accumulate, injection.batch // 2):
             if batch < injection.batch:
