@@ -9,8 +9,9 @@ import resource
 import signal
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
@@ -18,7 +19,10 @@ from torch import Tensor
 from autoprec import NonFiniteTrainingError
 from tests.chaos.fault import Effect, Fault
 from tests.chaos.features import HAS_ROLLBACK
-from tests.chaos.settings import Setting
+from tests.chaos.settings import SNAPSHOT_EVERY, Setting
+
+if TYPE_CHECKING:
+    from tests.chaos.invariants import Evidence
 
 
 class Kill(Fault):
@@ -106,6 +110,8 @@ class CorruptSnapshot(Fault):
 
     effect = Effect.ANY
     poisons = True
+    _damaged = 0
+    _is_late = False
 
     @classmethod
     def is_enabled(cls) -> bool:
@@ -113,14 +119,19 @@ class CorruptSnapshot(Fault):
 
     @classmethod
     def draw(cls, chance: random.Random, setting: Setting) -> dict[str, Any]:
-        return {"windows": chance.choice((9, 12)), "value": chance.choice(("nan", "inf"))}
+        return {"windows": chance.choice((9, 12))}
 
     def on_batch(self, index: int, batch: Any, trainer: Trainer) -> Any:
         super().on_batch(index, batch, trainer)
-        steering = None if self.scene.callback is None else self.scene.callback.steering
-        if index == self.batch and steering is not None:
-            damage([getattr(steering, name, None) for name in ("rollback", "snapshots")], float(self.options["value"]))
+        callback = self.scene.callback
+        if index == self.batch and callback is not None:
+            self._damaged = damage(getattr(callback.plugin, "_rollback", None))
+            self._is_late = callback.applied_steps > 2 * SNAPSHOT_EVERY
         return batch
+
+    def complaints(self, evidence: Evidence) -> Iterator[str]:
+        if self.struck and self._is_late and not self._damaged:
+            yield "there was no copy of the run to damage"
 
     def on_loss(self, index: int, loss: Tensor) -> Tensor:
         if 0 <= index - self.batch < self.options["windows"] * self.scene.setting.accumulate:
@@ -132,17 +143,17 @@ class CorruptSnapshot(Fault):
         return bool(self.struck) and isinstance(error, NonFiniteTrainingError)
 
 
-def damage(holders: Iterable[Any], value: float) -> int:
-    """Overwrites the first entry of every copy of a tensor that some objects hold; returns how many there were."""
-    found = {id(tensor): tensor for holder in holders for tensor in _tensors_in(holder, 8)}
+def damage(holder: Any) -> int:
+    """Overwrites the first bytes of every copy of a tensor that rollback holds; returns how many there were."""
+    found = {id(tensor): tensor for tensor in _tensors_in(holder, 8)}
     for tensor in found.values():
-        tensor.view(-1)[0] = value
+        tensor.view(-1).view(torch.uint8)[:8].bitwise_not_()
     return len(found)
 
 
 def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if value.is_floating_point() and value.numel() and not value.requires_grad:
+        if value.numel() and not value.requires_grad:
             yield value
         return
     inside: Iterable[Any] = ()

@@ -22,6 +22,7 @@ from autoprec import (
     GuardConfig,
     LossScaleConfig,
     NonFiniteTrainingError,
+    RollbackConfig,
     ScriptedController,
 )
 from autoprec.controller import save_map
@@ -34,7 +35,7 @@ from tests.chaos.models import MODELS, Chaos, loaders
 from tests.chaos.process_faults import Kill
 from tests.chaos.raising_faults import OptimizerRaises
 from tests.chaos.schedules import Schedule
-from tests.chaos.settings import MAX_SKIPS, VARIANTS, Setting
+from tests.chaos.settings import MAX_SKIPS, SNAPSHOT_EVERY, VARIANTS, Setting
 from tests.resumed import CarriesRandomState
 from tests.small_fits import differences, fp16_plugin, outcome, quiet, seed
 from tests.test_no_trace import identities, process_state, random_state, replaced, structure
@@ -171,6 +172,7 @@ def make_callback(setting: Setting, folder: Path, controller: Erratic | None) ->
         formats=("fp32", "bf16", "fp16"),
         loss_scale=LossScaleConfig(init_scale=1024.0, growth_interval=8),
         guard=GuardConfig(max_consecutive_skips=MAX_SKIPS, hold=6),
+        rollback=RollbackConfig(every=SNAPSHOT_EVERY, quarantine=4),
         decision_timeout_s=0.3 if controller is not None else 60.0,
         **VARIANTS[setting.variant],
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 MAX_SKIPS = 4  # of the guard in these short runs, in place of 20
+SNAPSHOT_EVERY = 5  # applied steps, in place of 200
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "16-bit moments": {"second_moment": "bf16", "second_moment_after": 3},
