@@ -22,6 +22,7 @@ _ONE_PASS = {torch.float32, torch.bfloat16, torch.float16}
 _PLAIN = {Tensor, nn.Parameter}
 _MARGIN = 1e-5  # below the threshold by more than that, clipping changes nothing
 _LARGEST_NORM = 2.0**63  # above it squares may leave float32, and second moments with them
+_DOUBLE = {torch.float64, torch.complex128}
 
 
 class Gradients:
@@ -120,7 +121,8 @@ class Gradients:
         """Whether a step may be taken: entries are finite, and so are the squares of what clipping has left of them."""
         if not self.is_finite or self.total < _LARGEST_NORM:
             return self.is_finite
-        return float(global_norm(self.grads())) * self.factor < _LARGEST_NORM
+        narrow = [grad for grad in self.grads() if grad.dtype not in _DOUBLE]
+        return not narrow or float(global_norm(narrow)) * self.factor < _LARGEST_NORM
 
     def clip_norm_(self, threshold: float, has_torchs_bits: bool = False) -> None:
         """Scales all gradients so that their global norm does not exceed ``threshold``, by torch's formula.
