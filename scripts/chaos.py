@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = """\
 examples:
-  make chaos SCHEDULES=500 SEED=7            a long campaign; within an hour on 2 cores
+  make chaos SCHEDULES=500 SEED=7            a long campaign; 5 to 7 minutes on 2 cores
   python scripts/chaos.py --schedules 50     the first 50 schedules of seed 0
   python scripts/chaos.py --only 17          schedule 17 of seed 0, whatever the file of results holds
   python scripts/chaos.py --run '{...}'      one schedule, as a failing campaign prints it

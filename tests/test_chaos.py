@@ -93,6 +93,9 @@ GOOD: dict[str, Evidence] = {
         twin_loss=1.9,
         noise=lambda: 0.2,
     ),
+    "left out": Evidence(
+        Setting(), [struck("input", 3), struck("no loss", 3)], windows=1, user_skipped=1, attempts=1, loss=-1.0
+    ),
     "answered": Evidence(
         Setting(), windows=9, applied=9, attempts=9, history=[DEFERRED, APPLIED], asked=[Asked(Action(clip=0.5), 3)]
     ),

@@ -156,7 +156,7 @@ class NoLoss(Fault):
     """The user leaves a step out."""
 
     survives_restart: ClassVar[bool] = True
-    acts_alone: ClassVar[bool] = True
+    leaves_out: ClassVar[bool] = True
 
     def on_batch(self, index: int, batch: Any, trainer: Trainer) -> Any:
         super().on_batch(index, batch, trainer)

@@ -69,7 +69,7 @@ class Fault:
         effect: What may become of what is learnt.
         poisons: Whether gradients of the windows that it struck are not finite.
         survives_restart: Whether a run that is killed and resumed meets the same fault again.
-        acts_alone: Whether a run without the callback counts its batches otherwise because of the fault.
+        leaves_out: Whether the batches that it strikes have no loss, with or without the callback.
         ends_fit: Whether it usually ends the fit.
         struck: Batches that it struck.
         is_armed: Whether this process may be killed.
@@ -78,7 +78,7 @@ class Fault:
     effect: Effect = Effect.RECOVERABLE
     poisons: bool = False
     survives_restart: ClassVar[bool] = False
-    acts_alone: ClassVar[bool] = False
+    leaves_out: ClassVar[bool] = False
     ends_fit: ClassVar[bool] = False
 
     def __init__(self, batch: int, **options: Any) -> None:

@@ -114,7 +114,9 @@ def bad_steps_are_skipped(evidence: Evidence) -> Iterator[str]:
     """Windows that a fault has poisoned were not applied."""
     if any(reading.accumulate != evidence.setting.accumulate for reading in evidence.readings):
         return
-    hit = {batch // evidence.setting.accumulate for f in evidence.faults if f.poisons for batch in f.struck}
+    left_out = {batch for fault in evidence.faults if fault.leaves_out for batch in fault.struck}
+    poisoned = {batch for fault in evidence.faults if fault.poisons for batch in fault.struck} - left_out
+    hit = {batch // evidence.setting.accumulate for batch in poisoned}
     needed = len(hit) - (evidence.error is not None)  # the last one may not have come to its step
     if evidence.skipped + evidence.lost + evidence.undone + evidence.user_skipped < needed:
         yield f"{len(hit)} windows were poisoned, but {_sum(evidence)}"

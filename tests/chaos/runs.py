@@ -296,7 +296,7 @@ def without_effect(schedule: Schedule, ours: Fit) -> list[Fault]:
     faults = make_faults(schedule)
     for new, old in zip(faults, ours.faults, strict=True):
         ended = ours.error is not None and (old.allows(ours.error) or any(_is_of(old, e) for e in ours.scene.raised))
-        if not ended and not new.acts_alone:
+        if not ended and not new.leaves_out:
             new.batch = NEVER
     if isinstance(ours.error, NonFiniteTrainingError):  # something has to end this run where ours ended
         optimizer = ours.trainer.global_step % len(ours.trainer.optimizers)
