@@ -8,7 +8,7 @@ KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(KERNELS)
 
 .PHONY: demo test slow lint types imports check bench bench-quick convergence divergence sanitize triton-aot zoo \
-	range-lowest range-newest range check-all clean
+	range-lowest range-newest range chaos check-all clean
 
 demo: $(READY)
 	$(BIN)/autoprec demo
@@ -60,8 +60,14 @@ range: range-lowest range-newest
 range-lowest range-newest: range-%: $(READY)
 	$(BIN)/python scripts/check_range.py $*
 
+# faults at random in small runs; started again with the same seed, it runs what is missing. `--help` has more
+SCHEDULES ?= 100
+SEED ?= 0
+chaos: $(READY)
+	$(BIN)/python scripts/chaos.py --schedules $(SCHEDULES) --seed $(SEED)
+
 # each part leaves a stamp: after an interruption, or a failure that is mended, only what is missing runs
-check-all: $(addprefix $(STAMPS)/,check slow sanitize range-lowest range-newest zoo demo)
+check-all: $(addprefix $(STAMPS)/,check slow sanitize range-lowest range-newest zoo chaos demo)
 	@echo "check-all: every part passed"
 
 $(STAMPS)/%: $(SOURCES) | $(READY)

@@ -23,6 +23,8 @@ _PLAIN = {Tensor, nn.Parameter}
 ADDED_BY_TORCH = 1e-6
 """What torch adds to a norm before it divides the threshold by it."""
 _MARGIN = 1e-5  # below the threshold by more than that, clipping changes nothing
+_LARGEST_NORM = 2.0**63  # above it squares may leave float32, and second moments with them
+_DOUBLE = {torch.float64, torch.complex128}
 
 
 class Gradients:
@@ -115,6 +117,14 @@ class Gradients:
         self.measure()
         if keeps_norms and self.is_finite and count == len(self.parameters):
             self.norms, self.total = norms, total
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a step may be taken: entries are finite, and so are the squares of what clipping has left of them."""
+        if not self.is_finite or self.total < _LARGEST_NORM:
+            return self.is_finite
+        narrow = [grad for grad in self.grads() if grad.dtype not in _DOUBLE]
+        return not narrow or float(global_norm(narrow)) * self.factor < _LARGEST_NORM
 
     def clip_norm_(self, threshold: float, has_torchs_bits: bool = False, added: float = ADDED_BY_TORCH) -> None:
         """Scales all gradients so that their global norm does not exceed ``threshold``, by torch's formula.

@@ -442,9 +442,14 @@ class Steering:
         if self._shadow is not None and not self.is_automatic:
             self._shadow.refresh()
 
-    def on_empty(self) -> None:
-        """Closes a window whose step had no gradient at all: neither applied nor skipped, nothing learnt from it."""
+    def on_empty(self, is_by_user: bool = False) -> None:
+        """Closes a window whose step had no gradient at all: neither applied nor skipped, nothing learnt from it.
+
+        Args:
+            is_by_user: Whether that is because ``training_step`` returned no loss.
+        """
         self._has_stepped = True
+        self.user_skipped_steps += is_by_user
 
     def on_skipped(self, gradients: Gradients | None, optimizer: int = 0) -> None:
         """Counts a skipped step, puts buffers back and lets the guard react.

@@ -70,6 +70,7 @@ class Stepping:
         self._overrides_clipping = is_overridden("configure_gradient_clipping", root)
         self._trainer_clip = (trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         self._is_in_closure = False
+        self._is_without_loss = False
         self._has_torchs_step = {id(each): TorchsStep(each) for each in optimizers}
         self._latest: Gradients | None = None
         knobs = steering.knobs
@@ -200,6 +201,7 @@ class Stepping:
             return self._end_lost_window(optimizer, closure())
         fused = self._fused.get(id(optimizer))
         undo, outer = StepUndo(optimizer), sys.exc_info()[1]
+        self._is_without_loss = False
         wrapped = functools.partial(self._checked_closure, optimizer, model, closure, undo)
         rates = steering.learning_rate
         try:
@@ -232,7 +234,7 @@ class Stepping:
         gradients = self._gradients.pop(id(optimizer), None)
         has_backward = steering.backwards > 0 or not steering.is_automatic
         if gradients is None or not gradients.parameters or not has_backward:
-            steering.on_empty()
+            steering.on_empty(is_by_user=self._is_without_loss)
         else:
             steering.on_applied(gradients, _index(model.trainer, optimizer))
         self._forget(gradients)
@@ -297,8 +299,7 @@ class Stepping:
         gradients = self._unscaled(optimizer, model.trainer)
         if steering.telemetry.noise.is_open and is_first_call:
             steering.telemetry.noise.note_step(list(self._plugin.main_params(optimizer)), self._parts)
-        if result is None and model.automatic_optimization and not gradients.parameters:
-            steering.user_skipped_steps += 1
+        self._is_without_loss = result is None and model.automatic_optimization and not gradients.parameters
         call._call_callback_hooks(model.trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(model.trainer, "on_before_optimizer_step", optimizer)
         # between the user's clipping and the step other code of the user ran
@@ -306,7 +307,7 @@ class Stepping:
         gradients.after_foreign_code(leaves_traces, keeps_norms=is_clipped_by_user)
         self._clip(model, optimizer)
         gradients.after_foreign_code(leaves_traces=not self._overrides_clipping, keeps_norms=True)
-        if not gradients.is_finite:
+        if not gradients.is_usable:
             raise _StepSkipped(result)
         if steering.is_sampling and gradients.parameters:
             steering.sample(gradients)
@@ -391,7 +392,7 @@ class Stepping:
             return
         if _is_by_value(algorithm):
             gradients.clip_value_(clip_val)
-        elif "clip" in self._steering.knobs.masked and not gradients.is_private and gradients.are_dense:
+        elif "clip" in self._steering.knobs.masked and not self._fused and gradients.are_dense:
             with gradients.foreign_clipping(clip_val):  # torch's own, which works in the dtype of the gradients
                 self._plugin.clip_grad_by_norm(optimizer, clip_val)
         else:

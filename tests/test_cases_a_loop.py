@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -127,6 +127,36 @@ def test_a13_accumulation_with_a_whole_window_missing() -> None:
     ap, task = scripted(), Sparing(48, 8, none=[2, 3])
     cpu(plugins=fp16cpu(1024), callbacks=[ap], accumulate_grad_batches=2).fit(task)
     assert (user_skipped(ap), ap.applied_steps, ap.skipped_steps) == (1, 2, 0)
+
+
+class TwoCalls(SGD):
+    """Evaluates its closure twice a step."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+@pytest.mark.filterwarnings(NO_LOSS)
+def test_a13_a_closure_that_is_called_twice_makes_one_window() -> None:
+    ap, task = scripted(), Sparing(32, 8, none=[1], optimizer=lambda p: TwoCalls(p, lr=0.1))
+    cpu(callbacks=[ap]).fit(task)
+    assert ap.steering is not None
+    assert (ap.steering.window, user_skipped(ap), ap.applied_steps, ap.skipped_steps) == (4, 1, 3, 0)
+
+
+@pytest.mark.filterwarnings(NO_LOSS)
+def test_a13_a_window_that_an_exception_ends_is_not_counted() -> None:
+    class Raises(Callback):
+        def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 1:
+                raise ValueError("stop")
+
+    ap = scripted()
+    with pytest.raises(ValueError, match="stop"):
+        cpu(callbacks=[ap, Raises()]).fit(Sparing(32, 8, none=[1]))
+    assert ap.steering is not None
+    assert (ap.steering.window, user_skipped(ap), ap.applied_steps, ap.skipped_steps) == (1, 0, 1, 0)
 
 
 @pytest.mark.filterwarnings(NO_LOSS)

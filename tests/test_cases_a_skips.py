@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ExponentialLR,
@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import (
 from autoprec import (
     AutoPrecisionConfig,
 )
+from autoprec.knobs import KNOBS
 from tests.support import (
     Lin,
     Manual,
@@ -312,6 +313,32 @@ def test_a02_schedule_is_its_own_class_and_moves_again_after_fit() -> None:
     trainer.optimizers[0].step()
     scheduler.step()
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize("knobs", [KNOBS, ()])
+@pytest.mark.parametrize("optimizer", [Adam, AdamW, RMSprop, functools.partial(SGD, lr=1e-3, momentum=0.9)])
+def test_a02_a_finite_gradient_whose_square_is_not_stays_out_of_the_moments(
+    optimizer: Any, knobs: tuple[str, ...], private: bool
+) -> None:
+    """The second moment would be inf for ever, and the weight would never move again."""
+    ap = scripted(knobs=knobs)
+    task = Lin(40, 8, loss=functools.partial(squares_but, bad=(2,), factor=1e25), optimizer=optimizer)
+    trainer = cpu(callbacks=[ap] if private else [ap, Watch()])
+    trainer.fit(task)
+    assert (ap.applied_steps, ap.skipped_steps) == (4, 1)
+    moments = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
+    assert all(bool(torch.isfinite(value).all()) for value in moments if isinstance(value, Tensor))
+
+
+@pytest.mark.parametrize("knobs", [KNOBS, ()])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a02_clipping_saves_such_a_step(algorithm: str, knobs: tuple[str, ...]) -> None:
+    ap = scripted(knobs=knobs)
+    task = Lin(40, 8, loss=functools.partial(squares_but, bad=(2,), factor=1e25), optimizer=Adam)
+    cpu(callbacks=[ap], gradient_clip_val=0.5, gradient_clip_algorithm=algorithm).fit(task)
+    assert (ap.applied_steps, ap.skipped_steps) == (5, 0)
+    assert_finite(task)
 
 
 def test_a02_moments_of_the_optimizer_stay_too() -> None:

@@ -128,11 +128,12 @@ def test_accumulation(batches: int, policy: str) -> None:
         {"gradient_clip_val": 0.05},
         {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
         {"gradient_clip_val": 0.5, "ap": {"knobs": ("precision", "clip")}},
+        {"gradient_clip_val": 0.5, "ap": {"knobs": ("precision", "loss_scale")}, "max_epochs": 4},
         {"ap": {"knobs": ("precision", "loss_scale", "clip")}, "max_epochs": 4},
         {"gradient_clip_val": 0.1, "policy": "fixed:fp16", "runs_on_copies": False},
         {"gradient_clip_val": 0.1, "policy": "fixed:int8"},
     ],
-    ids=["trainer", "hard", "accumulated", "not masked", "median", "fp16", "int8"],
+    ids=["trainer", "hard", "accumulated", "not masked", "masked", "median", "fp16", "int8"],
 )
 def test_clipping_by_norm(options: dict[str, Any]) -> None:
     private, _ = assert_private_is_the_same(lambda: Plain(adamw), **options)
