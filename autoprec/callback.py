@@ -345,6 +345,7 @@ class AutoPrecisionCallback(Callback):
     def _decide(self, trainer: pl.Trainer) -> None:
         steering, knobs = self._fit, self._fit.knobs
         steering.telemetry.flush()
+        steering.note_noise_scale()
         unoffered = find_unoffered(knobs, steering.telemetry)
         units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered)
         run = read_globals(knobs, steering.telemetry, progress(trainer))

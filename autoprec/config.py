@@ -278,7 +278,7 @@ class AutoPrecisionConfig:
     """
 
     formats: tuple[str, ...] | None = None
-    tiers: Mapping[str, str] | None = None
+    tiers: Mapping[str, str] | None = field(default=None, hash=False)
     granularity: Literal["layer", "block"] = "layer"
     clamp_output: float | None = None
     hold_schedules: bool = True
@@ -297,6 +297,8 @@ class AutoPrecisionConfig:
         """Validates the fields."""
         _check_formats(self.formats)
         _check_tiers(self.tiers)
+        if self.tiers is not None:
+            object.__setattr__(self, "tiers", dict(self.tiers))  # a later change of the caller's must not act
         check_name(self, "granularity", ("block", "layer"))
         if self.clamp_output is not None:
             check_real(self, "clamp_output", lambda v: 0.0 < v < math.inf, "None or a finite float > 0")

@@ -351,6 +351,13 @@ class Steering:
         else:
             rank_zero_warn(f"autoprec: the number of steps that are left has changed, but {reason}.")
 
+    def note_noise_scale(self) -> None:
+        """Hands the gradient-noise scale to the rule that needs it, as far as it is known."""
+        noise = self.telemetry.noise
+        if noise.effective_batch > 0.0:
+            self.learning_rate.set_first_batch(noise.effective_batch / self.batch_factor)
+        self.learning_rate.set_noise_scale(noise.scale.estimate[0])
+
     def _why_no_other_batch(self, k: float) -> str | None:
         return self.learning_rate.why_not(k) or self.schedules.why_not_stretched()
 

@@ -98,6 +98,11 @@ def test_out_of_range(kind: type[Any], field: str, value: object) -> None:
         (AutoPrecisionConfig, "loss_scale", 65536.0),
         (AutoPrecisionConfig, "clip", 1.0),
         (AutoPrecisionConfig, "guard", None),
+        (AutoPrecisionConfig, "rule", None),
+        (AutoPrecisionConfig, "batch", 8),
+        (AutoPrecisionConfig, "rollback", True),
+        (RuleConfig, "probe_plateaus", 1),
+        (RollbackConfig, "compress", 1),
     ],
 )
 def test_wrong_type(kind: type[Any], field: str, value: object) -> None:
@@ -127,6 +132,17 @@ def test_second_moment_suggests_the_nearest() -> None:
     expected = "`second_moment` must be 'bf16', 'fp16' or 'fp32'. Did you mean 'bf16'?"
     with pytest.raises(ValueError, match=re.escape(expected)):
         AutoPrecisionConfig(second_moment="BF16")  # type: ignore[arg-type]
+
+
+def test_tiers_are_checked_and_copied() -> None:
+    tiers = {"linear": "bf16", "head.*": "fp32"}
+    config = AutoPrecisionConfig(tiers=tiers)
+    tiers["linear"] = "int8"
+    assert config.tiers == {"linear": "bf16", "head.*": "fp32"}
+    with pytest.raises(ValueError, match="Known formats"):
+        AutoPrecisionConfig(tiers={"linear": "bf61"})
+    with pytest.raises(TypeError, match="must be a mapping from kinds of layer"):
+        AutoPrecisionConfig(tiers=[("linear", "bf16")])  # type: ignore[arg-type]
 
 
 def test_extremes_that_are_legal() -> None:
