@@ -26,6 +26,7 @@ from autoprec.controller import Controller, resolve_policy, save_map
 from autoprec.history import History
 from autoprec.installation import Installation
 from autoprec.knobs import KNOBS, steered_units
+from autoprec.machine_load import MachineLoad
 from autoprec.precision import AutoPrecision
 from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.steering import Steering
@@ -110,6 +111,7 @@ class AutoPrecisionCallback(Callback):
         self._asked_ahead: tuple[int, Action] | None = None
         self._first_map: Action | None = None
         self._is_ready = False
+        self._load: MachineLoad | None = None
         self._saved_controller: dict[str, Any] | None = None
         self._has_new_policy = False
 
@@ -229,6 +231,8 @@ class AutoPrecisionCallback(Callback):
         if not steered_units(knobs) and "precision" not in knobs.masked and self.verbose:
             rank_zero_info("autoprec: no layer of this model can be steered; loss scale and clipping still are.")
         self._asking.start(knobs)
+        if self.config.rule.batch != "leave" and not torch.are_deterministic_algorithms_enabled():
+            self._load = MachineLoad(trainer.strategy.root_device)
         knobs.accumulation.attach(trainer)
         knobs.batch_size.attach(trainer, self._make_ready)
 
@@ -348,7 +352,7 @@ class AutoPrecisionCallback(Callback):
         steering.note_noise_scale()
         unoffered = find_unoffered(knobs, steering.telemetry)
         units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered)
-        run = read_globals(knobs, steering.telemetry, progress(trainer))
+        run = read_globals(knobs, steering.telemetry, progress(trainer), self._load)
         record_unoffered(knobs, steering.telemetry, steering.window, unoffered)
         self._apply(self._asking.decide(units, run, knobs.masked), f"policy {self.controller.name!r}")
         steering.telemetry.start_window()

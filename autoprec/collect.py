@@ -10,6 +10,7 @@ from torch import nn
 from autoprec.cost import Product, why_unprofitable
 from autoprec.history import Decision
 from autoprec.knobs import Knobs, steered_units
+from autoprec.machine_load import MachineLoad
 from autoprec.readings import GlobalReading, UnitReading
 from autoprec.telemetry import Telemetry, UnitTelemetry
 from autoprec.units import Unit
@@ -122,13 +123,14 @@ def _read_unit(
     )
 
 
-def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float) -> GlobalReading:
+def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float, load: MachineLoad | None = None) -> GlobalReading:
     """The run's reading.
 
     Args:
         knobs: Current values.
         telemetry: Measurements, flushed.
         progress: Share of the run that is over, NaN if unknown.
+        load: Reads the machine, ``None`` where no choice may rest on it.
     """
     applied = sum(telemetry.outcomes)
     clipped = list(telemetry.clipped)[-applied:] if applied else []
@@ -148,6 +150,8 @@ def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float) -> GlobalR
         noise_scale_error=noise_scale_error,
         effective_batch=telemetry.noise.effective_batch,
         batch_size=knobs.batch_size.size or 0,
+        memory_share=math.nan if load is None else load.memory_share(),
+        utilization=math.nan if load is None else load.utilization(),
         movable=frozenset(_movable(knobs)),
         loss_scale_limits=(knobs.loss_scale.config.floor, knobs.loss_scale.config.cap),
     )

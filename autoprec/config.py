@@ -141,6 +141,10 @@ class RuleConfig:
         stages: Decisions over which lowering spreads from both ends of the model inwards. 1 for all layers at once.
         probe_plateaus: Whether all layers go to fp32 for a decision interval when the loss stands still, to see whether
             precision is what holds it up. It is tried after 4 such decisions, then after 16, 64 and so on.
+        batch: What the rule does with the batch size. ``"leave"`` leaves it. ``"memory"`` halves it where over 85 %
+            of the memory is taken and doubles it below 60 %. ``"utilization"`` halves it where the processor is busy
+            for more than 90 % of the time and doubles it below 60 %. Once halved it is not doubled any more. Under
+            ``Trainer(deterministic=True)`` it is left alone.
         accuracy_weight_start: Weight of accuracy against speed when the run begins: ``headroom_bits`` is multiplied by
             it, ``stable_cv`` and the bounds on underflow are divided by it.
         accuracy_weight_end: The same when the run ends; in between it moves with the share of the run that is over.
@@ -152,6 +156,7 @@ class RuleConfig:
     settled_cv: float = 0.0
     stages: int = 1
     probe_plateaus: bool = True
+    batch: Literal["leave", "memory", "utilization"] = "leave"
     accuracy_weight_start: float = 1.0
     accuracy_weight_end: float = 1.0
 
@@ -163,6 +168,7 @@ class RuleConfig:
         check_real(self, "settled_cv", lambda v: v >= 0.0, "a float >= 0")
         check_int(self, "stages", minimum=1)
         check_type(self, "probe_plateaus", bool)
+        check_name(self, "batch", ("leave", "memory", "utilization"))
         check_real(self, "accuracy_weight_start", lambda v: 0.0 < v < math.inf, "a finite float > 0")
         check_real(self, "accuracy_weight_end", lambda v: 0.0 < v < math.inf, "a finite float > 0")
 
@@ -258,6 +264,8 @@ class AutoPrecisionConfig:
         clamp_output: Largest absolute value that a unit may put out in fp16, fp8 or int8. ``None`` does not clamp.
         hold_schedules: Whether a skipped step leaves the learning-rate schedules of kind "step" where they are.
             ``False`` follows Lightning, which moves them on.
+        low_precision_lr_factor: What the learning rate is multiplied by while any layer runs in less than tf32. It acts
+            inside the optimizer's step only.
         fused_step: Whether kernels take the steps of torch's SGD, Adam and AdamW while precision is steered, and keep
             low-precision copies of weights. ``False`` leaves every step to the optimizer's own code, and every gradient
             in ``.grad``.
@@ -282,6 +290,7 @@ class AutoPrecisionConfig:
     granularity: Literal["layer", "block"] = "layer"
     clamp_output: float | None = None
     hold_schedules: bool = True
+    low_precision_lr_factor: float = 1.0
     fused_step: bool = True
     second_moment: Literal["fp32", "bf16", "fp16"] = "fp32"
     second_moment_after: int = 0
@@ -303,6 +312,7 @@ class AutoPrecisionConfig:
         if self.clamp_output is not None:
             check_real(self, "clamp_output", lambda v: 0.0 < v < math.inf, "None or a finite float > 0")
         check_type(self, "hold_schedules", bool)
+        check_real(self, "low_precision_lr_factor", lambda v: 0.0 < v <= 1.0, "a float in (0, 1]")
         check_type(self, "fused_step", bool)
         check_name(self, "second_moment", ("bf16", "fp16", "fp32"))
         check_int(self, "second_moment_after", minimum=0)
@@ -319,8 +329,10 @@ RECIPES: dict[str, AutoPrecisionConfig] = {
     "default": AutoPrecisionConfig(),
     "cautious": AutoPrecisionConfig(rule=RuleConfig(stable_cv=0.5, headroom_bits=4.0), guard=GuardConfig(hold=1000)),
     "eager": AutoPrecisionConfig(rule=RuleConfig(stable_cv=2.0, headroom_bits=1.0), guard=GuardConfig(hold=100)),
-    # fp32 until the gradients have settled, then from the ends of the model inwards
-    "staged": AutoPrecisionConfig(rule=RuleConfig(warmup_steps=500, settled_cv=0.25, stages=3)),
+    # fp32 until the gradients have settled, then from the ends of the model inwards, at a lower learning rate
+    "staged": AutoPrecisionConfig(
+        low_precision_lr_factor=0.8, rule=RuleConfig(warmup_steps=500, settled_cv=0.25, stages=3)
+    ),
     # scores of attention overflow first; tables are read, not multiplied
     "tiers": AutoPrecisionConfig(
         formats=("fp32", "bf16", "int8"),
@@ -328,13 +340,15 @@ RECIPES: dict[str, AutoPrecisionConfig] = {
     ),
     # wide formats towards the end, when small errors decide
     "annealed": AutoPrecisionConfig(rule=RuleConfig(accuracy_weight_start=0.5, accuracy_weight_end=2.0)),
+    # batches as large as memory allows
+    "memory": AutoPrecisionConfig(rule=RuleConfig(batch="memory"), batch=BatchConfig(learning_rate="sqrt")),
     # no fp16 means no loss scale and no range to watch
     "bf16": AutoPrecisionConfig(formats=("fp32", "bf16")),
     # GradScaler's interval of 2000 never comes round in a run of a few thousand steps
     "short": AutoPrecisionConfig(loss_scale=LossScaleConfig(growth_interval=100), guard=GuardConfig(hold=50)),
 }
-"""Named settings: the defaults, two degrees of daring, three ways to go down in stages, a choice without fp16, and one
-for runs of a few epochs."""
+"""Named settings: the defaults, two degrees of daring, three ways to go down in stages, batches by memory, a choice
+without fp16, and one for runs of a few epochs."""
 
 
 def recipe(name: str) -> AutoPrecisionConfig:

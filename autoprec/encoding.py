@@ -31,6 +31,7 @@ row has no use for is 0, so that one small policy serves every row of every mode
 | ``applied_share`` ``clipped_share`` | of the optimizer steps in the window |
 | ``clip`` ``clip_off`` | log2(threshold / median norm) / 4, and 1 if clipping is off |
 | ``progress`` ``progress_known`` ``batch_size`` | 0 to 1, its flag, log2 / 16 |
+| ``memory`` ``memory_known`` ``utilization`` ``utilization_known`` | shares, 0 to 1, and their flags |
 | ``noise_scale`` | log2(gradient-noise scale / samples in a step) / 16 |
 | ``noise_known`` ``noise_error`` | 1 where it is known, and its standard error, relative |
 | ``loss_nonfinite`` ``norm_nonfinite`` | flags of the window |
@@ -115,6 +116,7 @@ _GLOBAL_FEATURES = (
     *("loss_scale", "loss_scale_trend", "growth_tracker", "applied_share", "clipped_share", "clip", "clip_off"),
     *("norm_cv", "norm_trend", "norm_median", "norm_nonfinite", "progress", "progress_known", "batch_size"),
     *("noise_scale", "noise_known", "noise_error"),
+    *("memory", "memory_known", "utilization", "utilization_known"),
     *_POOLED,
 )
 FEATURES: tuple[str, ...] = (*_KNOBS, "can_lower", "can_raise", *_UNIT_FEATURES, *_GLOBAL_FEATURES)
@@ -270,6 +272,10 @@ def _global_features(units: Sequence[UnitReading], globals: GlobalReading) -> di
         "progress": globals.progress,
         "progress_known": not math.isnan(globals.progress),
         "batch_size": log2_or_zero(globals.batch_size) / 16.0,
+        "memory": globals.memory_share,
+        "memory_known": not math.isnan(globals.memory_share),
+        "utilization": globals.utilization,
+        "utilization_known": not math.isnan(globals.utilization),
         **_noise_features(globals),
         **_pooled_features(units),
     }

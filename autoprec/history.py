@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-Knob: TypeAlias = Literal["precision", "loss_scale", "batch_size", "clip", "accumulate", "policy", "rollback"]
+Knob: TypeAlias = Literal[
+    "precision", "loss_scale", "batch_size", "clip", "accumulate", "learning_rate", "policy", "rollback"
+]
 Outcome: TypeAlias = Literal["applied", "refused", "deferred", "limited"]
 Value: TypeAlias = str | float | int | None
 

@@ -20,6 +20,7 @@ from autoprec.base import Base
 from autoprec.batch_size import BatchSize
 from autoprec.clip import ClipThreshold
 from autoprec.config import AutoPrecisionConfig
+from autoprec.formats import rank
 from autoprec.guard import Guard
 from autoprec.history import Decision, History, Knob, Outcome, Value
 from autoprec.judgement import JudgedFormat, judge_formats
@@ -115,6 +116,11 @@ class Knobs:
         return self.unit_formats.is_all_wide
 
     @property
+    def is_any_low(self) -> bool:
+        """Whether a unit that can be moved runs in less than tf32."""
+        return any(rank(self.formats[unit.name]) > rank("tf32") for unit in steered_units(self))
+
+    @property
     def runs_in_fp32(self) -> bool:
         """Whether nothing that could be raised runs below fp32."""
         return self.is_all_wide and ("precision" not in self.masked or self.base.precision in ("32-true", "64-true"))
@@ -176,7 +182,7 @@ class Knobs:
         self._apply_loss_scale(action, step, why)
         self._apply_clip(action, step, median_norm, _joined(why, reasons, "clip"), is_move)
         if action.batch_size is not None:
-            self.batch_size.request(action.batch_size, step, why, is_move)
+            self.batch_size.request(action.batch_size, step, _joined(why, reasons, "batch_size"), is_move)
         if action.accumulate is not None:
             self.accumulation.request(action.accumulate, step, why, acts_now=True)
 

@@ -100,6 +100,8 @@ class GlobalReading:
         noise_scale: Gradient-noise scale in samples.
         noise_scale_error: Its standard error.
         effective_batch: Samples behind an optimizer step.
+        memory_share: Share of the memory that is taken.
+        utilization: Share of the time that the processor was busy since the last decision.
         movable: Which of ``"loss_scale"``, ``"batch_size"`` and ``"clip"`` act here. The others are masked.
         loss_scale_limits: Floor and cap of the loss scale.
     """
@@ -118,6 +120,8 @@ class GlobalReading:
     noise_scale: float = math.nan
     noise_scale_error: float = math.nan
     effective_batch: float = math.nan
+    memory_share: float = math.nan
+    utilization: float = math.nan
     movable: frozenset[str] = frozenset({"loss_scale", "batch_size", "clip"})
     loss_scale_limits: tuple[float, float] = (0.0, math.inf)
 

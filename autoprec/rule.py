@@ -20,6 +20,8 @@ from autoprec.plateau import PlateauProbe
 _MIN_READINGS = 8
 _MAX_DOUBLINGS = 6
 _TOO_OFTEN_CLIPPED = 0.9
+_FULL = {"memory": 0.85, "utilization": 0.9}
+_EMPTY = 0.6
 
 Flags = NDArray[np.bool_]
 
@@ -63,10 +65,10 @@ class RuleController(Controller):
     units fail independently, so that one at a time would pay this once per unit and learn no more. What was wrong
     is found by unit, and only that unit goes back.
 
-    **Other knobs.** The loss scale is left to its automaton, which acts at every step, and the batch size is left
-    alone. The clip threshold follows the median norm by itself. When it acts in more than 90 % of the steps in the
-    window it has stopped to be a limit for the exceptional, and goes up one notch. A threshold that the user gave to
-    the Trainer stays as it is.
+    **Other knobs.** The loss scale is left to its automaton, which acts at every step. The batch size is left alone
+    unless ``RuleConfig.batch`` says otherwise. The clip threshold follows the median norm by itself. When it acts in
+    more than 90 % of the steps in the window it has stopped to be a limit for the exceptional, and goes up one notch. A
+    threshold that the user gave to the Trainer stays as it is.
 
     Args:
         config: Thresholds are taken from here.
@@ -85,6 +87,7 @@ class RuleController(Controller):
         self._is_warm = self.config.rule.warmup_steps == 0
         self._stage = 0
         self._plateau = PlateauProbe()
+        self._has_halved = False
         self._weight = self.config.rule.accuracy_weight_start
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:
@@ -134,7 +137,22 @@ class RuleController(Controller):
         moves[is_loosened] = 1
         if is_loosened.any():
             self._reasons["clip"] = f"it acted in more than {_TOO_OFTEN_CLIPPED:.0%} of the last steps"
+        self._move_batch(observation, moves)
         return moves
+
+    def _move_batch(self, observation: Observation, moves: NDArray[np.int64]) -> None:
+        kind = self.config.rule.batch
+        (row,) = np.nonzero(feature(observation, "knob_batch_size") == 1)[0]
+        if kind == "leave" or feature(observation[row], f"{kind}_known") != 1:
+            return
+        share = float(feature(observation[row], kind))
+        if share > _FULL[kind] and feature(observation[row], "can_lower") == 1:
+            self._has_halved = True
+            moves[row] = -1
+        elif share < _EMPTY and feature(observation[row], "can_raise") == 1 and not self._has_halved:
+            moves[row] = 1
+        if moves[row]:
+            self._reasons["batch_size"] = f"{kind} is at {share:.0%}"
 
     def reasons(self) -> Mapping[str, str]:
         """Returns the measurements that the latest moves rest on."""
@@ -168,6 +186,7 @@ class RuleController(Controller):
             "is_warm": self._is_warm,
             "stage": self._stage,
             "plateau": self._plateau.state_dict(),
+            "has_halved": self._has_halved,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -179,6 +198,7 @@ class RuleController(Controller):
         self._raises = {str(name): int(count) for name, count in state["raises"].items()}
         self._is_warm = bool(state.get("is_warm", True))
         self._stage = int(state.get("stage", self.config.rule.stages))
+        self._has_halved = bool(state.get("has_halved", False))
         if "plateau" in state:
             self._plateau.load_state_dict(state["plateau"])
 

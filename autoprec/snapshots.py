@@ -6,19 +6,17 @@ consists of (``live_state``), compression (``packing``), and when a copy is take
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoprec.live_state import Held, Nest, Place, fits_block, frozen
+from autoprec.machine_load import free_bytes
 from autoprec.packing import Packed, Packer
 
 _ALIGNMENT = 64
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class Snapshot:
@@ -225,31 +223,3 @@ class _Layout:
 def checksum(block: Tensor) -> int:
     """The sum of a block's 64-bit words; differs after any single change. Reads memory once."""
     return int(block.view(torch.int64).sum())
-
-
-def free_bytes() -> int:
-    """Host memory that is free now, as far as the system tells."""
-    found = [_available(), _left_in_cgroup()]
-    return min([each for each in found if each is not None], default=2**62)
-
-
-def _available() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        pass
-    for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
-        try:
-            return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):
-            continue
-    return None
-
-
-def _left_in_cgroup() -> int | None:
-    try:
-        limit, used = ((_CGROUP / name).read_text(encoding="ascii") for name in ("memory.max", "memory.current"))
-        return max(int(limit) - int(used), 0)
-    except (OSError, ValueError):  # no such file, or "max"
-        return None

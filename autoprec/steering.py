@@ -23,7 +23,7 @@ from autoprec.compilation import CompilationWatch
 from autoprec.config import AutoPrecisionConfig
 from autoprec.fallback import Fallback
 from autoprec.gradients import Gradients
-from autoprec.history import History
+from autoprec.history import Decision, History
 from autoprec.knobs import Knobs, steered_units
 from autoprec.layers import Runtime, prepare
 from autoprec.learning_rate import LearningRate
@@ -38,6 +38,8 @@ from autoprec.schedules import ScheduleHold
 from autoprec.telemetry import Telemetry
 from autoprec.trial import Trial
 from autoprec.units import Unit
+
+_LOW_PRECISION = "low precision"
 
 
 class Steering:
@@ -228,6 +230,7 @@ class Steering:
         if self.knobs.changes != self._seen_changes:
             self._seen_changes = self.knobs.changes
             self.telemetry.note_new_formats()
+            self._follow_formats()
         self._is_window_open = True
         if self._shadow is not None:
             self._shadow.refresh()
@@ -350,6 +353,15 @@ class Steering:
             self.schedules.stretch(length)
         else:
             rank_zero_warn(f"autoprec: the number of steps that are left has changed, but {reason}.")
+
+    def _follow_formats(self) -> None:
+        """The learning rate is lower while layers run in low precision, if that was asked for."""
+        factor = self.config.low_precision_lr_factor if self.knobs.is_any_low else 1.0
+        before = self.learning_rate.named.get(_LOW_PRECISION, 1.0)
+        if factor != before:
+            self.learning_rate.set_factor(_LOW_PRECISION, factor)
+            why = "layers run in low precision" if factor != 1.0 else "no layer runs in low precision"
+            self.history.append(Decision(self.window, "learning_rate", None, before, factor, factor, "applied", why))
 
     def note_noise_scale(self) -> None:
         """Hands the gradient-noise scale to the rule that needs it, as far as it is known."""

@@ -56,7 +56,8 @@ class Limited(Plain):
         return super().training_step(batch, batch_idx)
 
     def on_after_backward(self) -> None:
-        if self.trainer.train_dataloader.batch_sampler.batch_size > self.limit and self.where == "backward":
+        loader: Any = self.trainer.train_dataloader
+        if loader.batch_sampler.batch_size > self.limit and self.where == "backward":
             torch.empty(2**60)
 
 
@@ -158,7 +159,8 @@ def test_the_learning_rate_follows_the_effective_batch(rule: Any, factor: float)
     trainer = quiet(max_epochs=2, callbacks=[callback, sizes, watch])
     trainer.fit(module, DataLoader(rows(64), batch_size=8))
     weight, grad = before
-    assert torch.allclose(weight - 0.05 * factor * grad, module.net[0].weight, atol=1e-7)
+    layer: Any = module.net[0]
+    assert torch.allclose(weight - 0.05 * factor * grad, layer.weight, atol=1e-7)
     assert set(sizes.rates) == {0.05}, "the user's value is what everybody else sees"
 
 

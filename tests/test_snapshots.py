@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoprec import snapshots
+from autoprec import machine_load, snapshots
 from autoprec.live_state import LiveState
+from autoprec.machine_load import free_bytes
 from autoprec.packing import Packer
-from autoprec.snapshots import SnapshotRing, free_bytes
+from autoprec.snapshots import SnapshotRing
 from tests.small_fits import differences
 
 MB = 2**20
@@ -364,8 +365,8 @@ def test_the_default_bound_is_a_quarter_of_what_is_free(monkeypatch: pytest.Monk
 
 
 def test_a_system_that_tells_nothing_sets_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "_available", lambda: None)
-    monkeypatch.setattr(snapshots, "_left_in_cgroup", lambda: None)
+    monkeypatch.setattr(machine_load, "_available", lambda: None)
+    monkeypatch.setattr(machine_load, "_left_in_cgroup", lambda: None)
     assert free_bytes() == 2**62
 
 
