@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from autoprec.config import BatchConfig
 from autoprec.history import Decision, History, Outcome
 
+_USERS = "the Trainer came with it"
 _LATER = "to a batch where both numbers divide the batches done, or the start of an epoch"
 
 
@@ -39,6 +40,7 @@ class Accumulation:
         refusal: Asked before each change, with the new number in units of the first; what it returns is the reason to
             refuse it.
         on_change: Called when a change has taken effect.
+        on_users_change: Called when the user's own number has taken effect, from which on factors count.
         is_waiting: Whether a request waits for the next boundary at which it may act.
     """
 
@@ -49,6 +51,7 @@ class Accumulation:
         history: History,
     ) -> None:
         self.on_change: Callable[[], object] = bool
+        self.on_users_change: Callable[[], object] = bool
         self.is_waiting = False
         self._config = config
         self._masked = masked
@@ -132,7 +135,10 @@ class Accumulation:
             self._trainer.accumulate_grad_batches = self._value = value
             outcome: Outcome = "limited" if reason else "applied"
             self._record(step, before, wish.value, value, outcome, reason or wish.why)
-            if value != before:
+            if value != before and wish.why == _USERS:
+                self._first = value
+                self.on_users_change()
+            elif value != before:
                 self.on_change()
         self._wish, self.is_waiting = None, False
         return True
@@ -159,19 +165,17 @@ class Accumulation:
         """
         if not state or self._trainer is None or "accumulate" in self._masked:
             return
-        found, first = self.value, int(state["first"])
-        # where the run has not moved it, another number of the Trainer is the user's wish
-        value = int(state["value"]) if state["value"] != first else found
+        found, first, value = self.value, int(state["first"]), int(state["value"])
         self._trainer.accumulate_grad_batches = self._value = value
         if found not in (value, first):
             why = f"the checkpoint's number counts; the Trainer came with {found}"
             self._record(step, found, value, value, "applied", why)
-        elif state["value"] == first != value:
-            self._record(step, first, value, value, "applied", "the user's Trainer came with it")
         self._first = first
         if value != self._first:
             self.on_change()
         self._wish = None if state["wish"] is None else _Wish(int(state["wish"][0]), str(state["wish"][1]))
+        if self._wish is None and value == first != found:
+            self._wish = _Wish(found, _USERS)  # where the run has not moved it, another number is the user's wish
         self.is_waiting = self._wish is not None
 
     def _record(self, step: int, before: int, requested: int, applied: int, outcome: Outcome, reason: str) -> None:

@@ -47,6 +47,7 @@ class BatchSize:
 
     Attributes:
         on_change: Called when a change has taken effect.
+        on_users_change: Called when the user has brought loaders of another size, from which on factors count.
         on_lost: Called with the number of samples that the rest of an epoch has no batch for.
         refusal: Asked before each change, with the new size in units of the first; what it returns is the reason to
             refuse it.
@@ -57,6 +58,7 @@ class BatchSize:
 
     def __init__(self, config: BatchConfig, masked: dict[str, str], history: History) -> None:
         self.on_change: Callable[[], object] = _nothing
+        self.on_users_change: Callable[[], object] = _nothing
         self.on_lost: Callable[[int], object] = _nothing
         self.refusal: Callable[[float], str | None] = _nothing
         self.size: int | None = None
@@ -75,6 +77,7 @@ class BatchSize:
         self._wish: _Wish | None = None
         self._is_between = True
         self._lowered_from: tuple[int, float] | None = None
+        self._is_borrowed = False
         self._own_mask: str | None = None
         self._saved: Mapping[str, Any] | None = None
 
@@ -203,6 +206,11 @@ class BatchSize:
             self.on_lost(self._loaders.lost_samples(*self._lowered_from))
             self._lowered_from = None
         self._is_between = True
+        if self._is_borrowed:
+            self._is_borrowed, self._holds = False, None
+            if self._loaders.sized:
+                self._loaders.hold(self._loaders.sized[0].found_size)
+                self._is_miscounted = self._loaders.size != self.size
         self._order_reload(self._loaders)
 
     def _order_reload(self, loaders: TrainingLoaders) -> None:
@@ -273,8 +281,8 @@ class BatchSize:
         found = loaders.sized[0].found_size
         self.first_size = self.first_size or found
         before = found if self.size is None else self.size
-        verdict = self._verdict(loaders)
-        if self._wanted is not None:
+        verdict, is_ours = self._verdict(loaders), self._wanted is not None
+        if is_ours:
             loaders.hold(verdict.size)
         self._note(step, verdict, before, found, saved)
         if verdict.size != self.size:
@@ -282,7 +290,10 @@ class BatchSize:
             self.is_unproven = self.size != self._proven
         if saved is not None and (text := what_repeats(loaders, self._trainer, int(saved["consumed"]))):
             rank_zero_info(text)
-        if self.size != before or (saved is not None and self.factor != 1.0):
+        if not is_ours and self.size != before:
+            self.first_size = self.size
+            self.on_users_change()
+        elif self.size != before or (saved is not None and self.factor != 1.0):
             self.on_change()
 
     def _note(self, step: int, verdict: _Verdict, before: int, found: int, saved: Mapping[str, Any] | None) -> None:
@@ -377,8 +388,10 @@ class BatchSize:
         self._saved = dict(state)
         self.first_size = state["first_size"]
         self.size = state["size"]
-        # where the run has not moved it, another size of the loader is the user's wish
-        self._holds = self.size if self.size != self.first_size else None
+        # where the run has not moved it, another size of the loader is the user's wish, but no epoch may be mixed
+        is_moved, is_inside = self.size != self.first_size, not state["is_between"]
+        self._is_borrowed = is_inside and not is_moved
+        self._holds = self.size if is_moved or is_inside else None
         self._proven, self.is_unproven = state["proven"], bool(state["is_unproven"])
         self._failed = None if state["failed"] is None else (int(state["failed"][0]), int(state["failed"][1]))
         self._wish = None if state["wish"] is None else _Wish(int(state["wish"][0]), str(state["wish"][1]))

@@ -107,8 +107,9 @@ class Steering:
         self.telemetry = Telemetry(units, config.clip.window)
         self.knobs.batch_size.on_change = self.knobs.accumulation.on_change = self._note_batch
         self.knobs.batch_size.on_lost = self._note_lost
-        self.knobs.batch_size.refusal = lambda k: self._why_no_other_batch(k * self.knobs.accumulation.factor)
-        self.knobs.accumulation.refusal = lambda k: self._why_no_other_batch(k * self.knobs.batch_size.factor)
+        self.knobs.batch_size.on_users_change = self.knobs.accumulation.on_users_change = self.note_plan
+        self.knobs.batch_size.refusal = self._why_no_other_size
+        self.knobs.accumulation.refusal = self._why_no_other_accumulation
         self.lower_batch_size: Callable[[int], bool] | None = self._lower_batch_size
         self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
         self.schedules = ScheduleHold(config)
@@ -369,6 +370,12 @@ class Steering:
         if noise.effective_batch > 0.0:
             self.learning_rate.set_first_batch(noise.effective_batch / self.batch_factor)
         self.learning_rate.set_noise_scale(noise.scale.estimate[0])
+
+    def _why_no_other_size(self, factor: float) -> str | None:
+        return self._why_no_other_batch(factor * self.knobs.accumulation.factor)
+
+    def _why_no_other_accumulation(self, factor: float) -> str | None:
+        return self._why_no_other_batch(factor * self.knobs.batch_size.factor)
 
     def _why_no_other_batch(self, k: float) -> str | None:
         return self.learning_rate.why_not(k) or self.schedules.why_not_stretched()

@@ -108,15 +108,16 @@ def test_b10_middle_of_an_epoch_says_what_repeats(
     text = reported(caplog, monkeypatch)
     path = saved(tmp_path, {}, {"every_n_train_steps": 3}, max_steps=3, max_epochs=-1)
     ap, sees, trainer = fit(Numbers(bs=16), {}, ckpt_path=path, max_epochs=2)
-    assert sees.sizes == [[8] * 5, [8] * 8]
+    assert sees.sizes == [[8] * 5, [16] * 4], "the epoch is ended as it was begun; then the user's own size counts"
     assert sees.rows[0] == list(range(40))
-    assert trainer.global_step == 16
+    assert trainer.global_step == 12
     said = [line for line in text().splitlines() if "cannot go on there" in line]
     assert len(said) == 1
     assert "24 of 64 samples" in said[0]
     assert "its first 24 samples are used again" in said[0]
     assert "24 not at all" in said[0]
-    assert [(d.before, d.applied) for d in sizes(ap)] == [(16, 8)]
+    assert [(d.before, d.applied) for d in sizes(ap)] == [(16, 8), (8, 16)]
+    assert steering_of(ap).batch_factor == 1.0
 
 
 def test_b10_resumable_loader_takes_its_state_at_the_saved_size(
@@ -404,10 +405,11 @@ def test_a05_further_reasons_refuse_a_change() -> None:
 
     class Forbids(Callback):
         def on_train_start(self, *args: Any) -> None:
-            steering_of(ap).knobs.batch_size.refusal.append(lambda: "the schedule would end too early")
+            knobs = steering_of(ap).knobs
+            knobs.batch_size.refusal = knobs.accumulation.refusal = lambda k: f"no schedule would bear {k:g}"
 
     _, sees, _ = fit(Numbers(), ap, others=(Forbids(),), max_epochs=2)
     assert sees.sizes == [[8] * 8] * 2
     (size,), (number,) = sizes(ap), aligned(ap)
     assert size.outcome == number.outcome == "refused"
-    assert size.reason == number.reason == "the schedule would end too early"
+    assert size.reason == number.reason == "no schedule would bear 2"

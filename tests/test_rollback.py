@@ -313,20 +313,17 @@ def test_the_clip_threshold_goes_by_the_norms_before() -> None:
     assert max(ap.steering.telemetry.norms) < 100
 
 
-def test_the_learning_rate_is_lowered_once_for_each_rollback() -> None:
+def test_the_learning_rate_is_lowered_once_for_each_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, float]] = []
 
-    class LearningRate:
-        def set_factor(self, name: str, factor: float) -> None:
-            asked.append((name, factor))
-
-    class Gives(Callback):
+    class Spies(Callback):
         def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            ap.steering.learning_rate = LearningRate()  # type: ignore[union-attr]
+            rate = ap.steering.learning_rate  # type: ignore[union-attr]
+            monkeypatch.setattr(rate, "set_factor", lambda name, factor: asked.append((name, factor)))
 
     module, ap = Task(net(), data(60 * 8), optimizer=adam), callback(learning_rate_factor=0.5)
     with goes_back("multiplied by 0.5"):
-        cpu(callbacks=[ap, Gives(), Writes(poison_weight, 25, 45)]).fit(module)
+        cpu(callbacks=[ap, Spies(), Writes(poison_weight, 25, 45)]).fit(module)
     assert asked == [("rollback", 0.5), ("rollback", 0.25)]
 
 
