@@ -119,8 +119,8 @@ class Gradients:
             self.norms, self.total = norms, total
 
     @property
-    def is_usable(self) -> bool:
-        """Whether a step may be taken: entries are finite, and so are the squares of what clipping has left of them."""
+    def has_finite_squares(self) -> bool:
+        """Whether entries are finite and the squares of what clipping has left of them are, too."""
         if not self.is_finite or self.total < _LARGEST_NORM:
             return self.is_finite
         narrow = [grad for grad in self.grads() if grad.dtype not in _DOUBLE]

@@ -536,6 +536,7 @@ class Steering:
             "has_skipped": self.has_skipped,
             "skipping_since": self._skipping_since,
             "overflows": dict(self.fallback.overflows),
+            "has_new_formats": self.knobs.changes != self._seen_changes,
             "is_sampling": self.is_sampling,
             "samples": self.samples,
             "records_inputs": self.runtime.records_inputs,
@@ -571,6 +572,7 @@ class Steering:
         self.history.load(state["history"])
         self.telemetry.load_state_dict(state["telemetry"])
         self.knobs.load_state_dict(state["knobs"], self.window)
+        self._seen_changes = self.knobs.changes - bool(state.get("has_new_formats", False))
         self._rescue.end_trial()
         self._rescue.start_trial()
         self._is_window_open = self._has_stepped = self._has_counted = self._found_inf = self.is_lost = False

@@ -22,7 +22,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from autoprec.bypass import Expecting, StepGuard
 from autoprec.fast_path import FastPath
@@ -307,7 +307,8 @@ class Stepping:
         gradients.after_foreign_code(leaves_traces, keeps_norms=is_clipped_by_user)
         self._clip(model, optimizer)
         gradients.after_foreign_code(leaves_traces=not self._overrides_clipping, keeps_norms=True)
-        if not gradients.is_usable:
+        is_usable = gradients.is_finite if isinstance(optimizer, SGD) else gradients.has_finite_squares
+        if not is_usable:
             raise _StepSkipped(result)
         if steering.is_sampling and gradients.parameters:
             steering.sample(gradients)

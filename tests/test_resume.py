@@ -267,6 +267,8 @@ NOT_SAVED = {
     "_reasons": "of the latest moves, on record already",
     "_saved_controller": "what the file held",
     "_has_failed": "each process warns of the first fault",
+    "_is_resumed": "it is",
+    "_seen_changes": "counted in one process, like the changes themselves",
     "_last_of_user": "Lightning's own count of reloads begins anew",
     "kernel_steps": "counted in one process, for its table",
     "copied_layers": "of the latest step, for the table",
@@ -362,6 +364,7 @@ def test_no_field_keeps_one_value_through_these_steps(kept: dict[str, Kept]) -> 
     assert len(values) > 30
     constant = {"version", "growth_factor", "backoff_factor", "multiplier", "given"}
     constant |= {"undone_windows", "rollbacks"}  # test_rollback.py
+    constant |= {"lost_windows"}  # test_cases_b_memory.py
     constant |= {"accumulation", "asked_ahead", "batch_size", "lost_samples"}  # see test_cases_b_resume.py
     assert {name for name, seen in values.items() if len(seen) == 1} == constant
 

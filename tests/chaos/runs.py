@@ -181,7 +181,12 @@ def traces(ours: Fit, plain: Fit) -> list[str]:
     has_gone_on = steering is not None and not any(lost_and_undone(steering))
     # a step that is skipped before its second closure draws for one only
     is_drawn_from = ours.scene.setting.optimizer != "two closures"
-    if ours.error is None and has_gone_on and is_drawn_from and differences(plain.random_state, ours.random_state):
+    # other batches draw otherwise
+    has_same_batches = steering is not None and not any(
+        each.knob in ("batch_size", "accumulate") and each.outcome != "refused" for each in steering.history
+    )
+    is_comparable = ours.error is None and has_gone_on and is_drawn_from and has_same_batches
+    if is_comparable and differences(plain.random_state, ours.random_state):
         found.append("the global random states stand elsewhere")
     return found
 
