@@ -79,6 +79,12 @@ class BufferShadow:
                 _put_back(entry, entry.copy)
         return lost
 
+    def put_back_nonfinite(self) -> None:
+        """Gives buffers that are not finite the values of the last ``refresh``; called where a window is broken off."""
+        for entry in self._entries.values():
+            if entry.copy is not None and not _is_finite(entry.buffer) and _is_finite(entry.copy):
+                _put_back(entry, entry.copy)
+
     def _drop_removed(self) -> None:
         """Forgets buffers that a step that counted has removed."""
         removed = [key for key, entry in self._entries.items() if entry.module._buffers.get(entry.name) is None]
@@ -180,3 +186,7 @@ def _is_alike(buffer: Tensor, copy: Tensor) -> bool:
 
 def _differs(buffer: Tensor, copy: Tensor) -> bool:
     return _is_plain(buffer) and not torch.equal(buffer, copy) and not bool(torch.isnan(copy).any())
+
+
+def _is_finite(tensor: Tensor | None) -> bool:
+    return tensor is None or bool(torch.isfinite(tensor).all())

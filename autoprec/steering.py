@@ -189,6 +189,8 @@ class Steering:
         for unit in self.knobs.units.values():
             unit.states.clear()
         self._rescue.end_trial()
+        if self._shadow is not None and not self.is_at_boundary:  # an exception has left the window
+            self._shadow.put_back_nonfinite()
         self._root = self._shadow = self._batch = self._running = None
         self.lower_batch_size = None
 

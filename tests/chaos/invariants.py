@@ -105,14 +105,14 @@ def windows_add_up(evidence: Evidence) -> Iterator[str]:
     if not evidence.is_manual and evidence.windows != evidence.counted:
         yield f"{evidence.windows} windows, but {_sum(evidence)}"
     # the step that training stopped at has begun and is not an attempt of Lightning's yet
-    began = isinstance(evidence.error, NonFiniteTrainingError)
-    if not evidence.lost and evidence.attempts + began != evidence.counted:
+    began = {0, 1} if isinstance(evidence.error, NonFiniteTrainingError) else {0}
+    if not evidence.lost and evidence.counted - evidence.attempts not in began:
         yield f"{evidence.attempts} attempted steps, but {_sum(evidence)}"
 
 
 def bad_steps_are_skipped(evidence: Evidence) -> Iterator[str]:
     """Windows that a fault has poisoned were not applied."""
-    if any(reading.accumulate != evidence.setting.accumulate for reading in evidence.readings):
+    if any(each.knob in ("batch_size", "accumulate") and each.outcome != "refused" for each in evidence.history):
         return
     left_out = {batch for fault in evidence.faults if fault.leaves_out for batch in fault.struck}
     poisoned = {batch for fault in evidence.faults if fault.poisons for batch in fault.struck} - left_out

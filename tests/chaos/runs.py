@@ -169,22 +169,27 @@ def non_finite(found: Fit) -> list[str]:
     return [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
 
 
+_LIGHTNINGS_OWN = ("_current_fx_name", "_last_val_time")
+
+
 def traces(ours: Fit, plain: Fit) -> list[str]:
     """What is not as it was before, or not as in the run without the callback."""
     found = [each for each in ours.traces if each not in plain.traces]
-    left, right = dict(plain.structure), dict(ours.structure)
-    if ours.error is not None:  # gradients may have gone for the activations of a forward
-        left, right = ({k: v for k, v in each.items() if not k.startswith("gradient")} for each in (left, right))
-    for key in left.keys() | right.keys():
-        found += _named(key, left.get(key), right.get(key))
     steering = ours.callback.steering if ours.callback is not None else None
-    has_gone_on = steering is not None and not any(lost_and_undone(steering))
-    # a step that is skipped before its second closure draws for one only
-    is_drawn_from = ours.scene.setting.optimizer != "two closures"
-    # other batches draw otherwise
+    # other batches draw otherwise, and end in another place
     has_same_batches = steering is not None and not any(
         each.knob in ("batch_size", "accumulate") and each.outcome != "refused" for each in steering.history
     )
+    left, right = dict(plain.structure), dict(ours.structure)
+    if ours.error is not None or not has_same_batches:  # gradients may have gone for the activations of a forward
+        left, right = ({k: v for k, v in each.items() if not k.startswith("gradient")} for each in (left, right))
+    named = [each for key in left.keys() | right.keys() for each in _named(key, left.get(key), right.get(key))]
+    if ours.error is not None:  # what Lightning remembers of the hook that it was in
+        named = [each for each in named if not any(name in each for name in _LIGHTNINGS_OWN)]
+    found += named
+    has_gone_on = steering is not None and not any(lost_and_undone(steering))
+    # a step that is skipped before its second closure draws for one only
+    is_drawn_from = ours.scene.setting.optimizer != "two closures"
     is_comparable = ours.error is None and has_gone_on and is_drawn_from and has_same_batches
     if is_comparable and differences(plain.random_state, ours.random_state):
         found.append("the global random states stand elsewhere")
