@@ -25,6 +25,8 @@ from autoprec.demo.results import ENOUGH_ROUNDS
 from autoprec.demo.tasks import INTERVAL, gpt_task
 from autoprec.demo.turns import MIN_ROUNDS, RunError
 
+pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported, as examples do
+
 CHECKOUT = Path(__file__).parents[1]
 LAST_LINE = re.compile(
     r"demo: gpt_step_ratio=(\d+\.\d{3}|nan) gpt_loss_diff=-?\d+\.\d{4}"
@@ -166,6 +168,7 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch, *words: str) -> Callable
         ("gpt_source", ("--layers", "-1"), "--layers is -1, and at least 1 is needed"),
         ("gpt_source", ("--width", "16"), "--width is 16, and a multiple of 32"),
         ("digits_cnn", ("--epochs", "0"), "--epochs is 0, and at least 1 is needed"),
+        ("surviving_run", ("--epochs", "3"), "--epochs is 3, and at least 4 are needed"),
     ],
 )
 def test_examples_name_bad_arguments(
@@ -191,6 +194,24 @@ def test_example_says_when_no_decision_was_due(
     monkeypatch.setenv("PL_SEED_WORKERS", "0")
     example("gpt_source", monkeypatch, "--steps", steps, "--width", "32", "--layers", "1", "--context", "16")()
     assert expected in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # each blow is announced
+def test_example_survives(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    example("surviving_run", monkeypatch, "--epochs", "4")()
+    out = capsys.readouterr().out
+    for line in (
+        "batch_size 32 -> 64: epoch 1",
+        "rollback 60 -> 45: guard: net.0.weight is not finite",
+        "batch_size 256 -> 128: out of memory with 256 samples",
+        "batch size at the end: 128",
+        "lost to memory: 1 window, 798 samples",
+        "optimizer steps: applied 69 undone 15 skipped 1",
+    ):
+        assert line in out
+    assert "nan" not in out.splitlines()[-1]
 
 
 @pytest.mark.slow
