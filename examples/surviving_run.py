@@ -3,8 +3,8 @@
     pip install '.[cli]'                # once, in the checkout: the extra brings scikit-learn
     python examples/surviving_run.py    # ten seconds on one core
 
-The batch doubles with every epoch and the learning rate follows it. The last size does not fit into memory, and halfway
-through the weights become NaN; both are simulated, see `SmallDevice` and `Vandal`. What the run did about it is printed.
+The batch doubles with every epoch and the learning rate follows it. The last size does not fit into memory, and before
+that a weight becomes NaN; both are simulated, see `SmallDevice` and `Vandal`. What the run did about it is printed.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def main() -> None:
     trainer.fit(SmallDevice(), DataLoader(train_set, FIRST_SIZE, shuffle=True), DataLoader(val_set, batch_size=256))
 
     print("what happened:")
-    for decision in auto.history:
-        if decision.knob in ("batch_size", "rollback"):
-            print(f"  window {decision.step:>3}: {decision.knob} {decision.before} -> {decision.applied}:", decision.reason)
+    for each in auto.history:
+        if each.knob in ("batch_size", "rollback"):
+            print(f"  window {each.step}: {each.knob} {each.before} -> {each.applied}: {each.reason}")
     print("batch size at the end:", auto.batch_size)
     print("lost to memory:", auto.lost_windows, "window,", auto.lost_samples, "samples")
     print("optimizer steps: applied", auto.applied_steps, "undone", auto.undone_windows, "skipped", auto.skipped_steps)
