@@ -16,10 +16,11 @@ from autoprec.config import (
     RuleConfig,
     recipe,
 )
-from autoprec.controller import Controller, FixedController, MapController, ScriptedController, load_map
+from autoprec.controller import Controller, FixedController, MapController, ScriptedController
 from autoprec.formats import FORMATS, NumberFormat, get_format
 from autoprec.guard import DivergedTrainingError, NonFiniteTrainingError
 from autoprec.history import Decision, History
+from autoprec.map_file import load_map
 from autoprec.precision import AutoPrecision
 from autoprec.rule import RuleController
 from autoprec.strategy import AutoPrecisionStrategy

@@ -22,11 +22,12 @@ from autoprec.action import Action
 from autoprec.asking import Answer, Asking
 from autoprec.collect import find_unoffered, read_globals, read_units, record_unoffered
 from autoprec.config import AutoPrecisionConfig
-from autoprec.controller import Controller, resolve_policy, save_map
+from autoprec.controller import Controller, resolve_policy
 from autoprec.history import History
 from autoprec.installation import Installation
 from autoprec.knobs import KNOBS, steered_units
 from autoprec.machine_load import MachineLoad
+from autoprec.map_file import save_map
 from autoprec.precision import AutoPrecision
 from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.steering import Steering

@@ -1,16 +1,15 @@
 """Who decides: the controller protocol, three controllers that follow orders, and how a policy is named.
 
-What lives here: fixed formats, scripts and saved maps. What does not: policies that look at the observation, and
-whether what a controller asks for is legal.
+What lives here: fixed formats, scripts and saved maps. What does not: policies that look at the observation, the file
+of a map (``map_file``), and whether what a controller asks for is legal.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +19,7 @@ from autoprec.action import Action
 from autoprec.config import AutoPrecisionConfig
 from autoprec.encoding import Observation
 from autoprec.formats import FORMATS, get_format, nearest
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from autoprec.map_file import load_map
 
 Moves = NDArray[np.integer[Any]]
 
@@ -297,107 +294,6 @@ def checked_reasons(reasons: object) -> Mapping[str, str]:
     if not isinstance(reasons, Mapping) or not all(isinstance(text, str) for pair in reasons.items() for text in pair):
         raise TypeError(f"`reasons()` must return a mapping from names to texts, not {reasons!r}")
     return {str(name): str(text) for name, text in reasons.items()}
-
-
-def save_map(
-    path: str | Path,
-    precision: Mapping[str, str],
-    loss_scale: float | None = None,
-    clip: float | None = None,
-    batch_size: int | None = None,
-) -> None:
-    """Writes formats and knob values as YAML, to train with later.
-
-    Args:
-        path: File to write. Replaced if it exists, its folder is made if it does not.
-        precision: Format name by unit name or pattern.
-        loss_scale: Loss scale to start with, finite and > 0. ``None`` leaves it to the run.
-        clip: Clip threshold to start with, > 0, ``inf`` for off. ``None`` leaves it to the run.
-        batch_size: Batch size to start with, >= 1. ``None`` leaves it to the loader.
-
-    Raises:
-        ValueError: If a value is out of range or a format name is unknown.
-    """
-    import yaml
-
-    path = Path(path)
-    document: dict[str, Any] = {
-        "version": 1,
-        "precision": dict(precision),
-        "loss_scale": loss_scale,
-        "clip": clip,
-    }
-    if batch_size is not None:
-        document["batch_size"] = batch_size
-    _checked_map(f"Passed `save_map({str(path)!r}, ...)`.", document)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
-
-
-def load_map(path: str | Path) -> Action:
-    """Reads what ``save_map`` wrote.
-
-    Args:
-        path: File to read.
-
-    Returns:
-        A request for the formats and knob values of the file.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file is not a map. The message names the file and the fields.
-    """
-    import yaml
-
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"Passed the map {str(path)!r}. There is no such file.")
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"Passed the map {str(path)!r}. The file is not YAML: {error}") from error
-    return _checked_map(f"Passed the map {str(path)!r}.", document)
-
-
-def _checked_map(source: str, document: object) -> Action:
-    from pydantic import ValidationError
-
-    try:
-        fields = _map_model().model_validate(document).model_dump(exclude={"version"})
-    except ValidationError as error:
-        faults = "".join(
-            f" Field {'.'.join(map(str, fault['loc'])) or 'document'!r}: {fault['msg']}." for fault in error.errors()
-        )
-        raise ValueError(
-            f"{source} A map has the fields version (1), precision (format name by unit name, quoted if it looks like a"
-            f" number), loss_scale (null or a finite number > 0), clip (null, .inf or a number > 0) and,"
-            f" where the run sets it, batch_size (an int >= 1).{faults}"
-        ) from error
-    return Action(**fields)
-
-
-@cache
-def _map_model() -> type[BaseModel]:
-    # most runs have no map, so its tools are imported on use
-    from pydantic import BaseModel, ConfigDict, Field, field_validator
-
-    class MapFile(BaseModel):
-        model_config = ConfigDict(extra="forbid", strict=True)
-
-        version: Literal[1]
-        precision: dict[str, str]
-        loss_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-        clip: float | None = Field(default=None, gt=0)
-        batch_size: int | None = Field(default=None, ge=1)
-
-        @field_validator("precision")
-        @classmethod
-        def check_formats(cls, precision: dict[str, str]) -> dict[str, str]:
-            for name in precision.values():
-                get_format(name)
-            return precision
-
-    return MapFile
 
 
 def _fixed_names() -> list[str]:

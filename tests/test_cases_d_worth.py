@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from autoprec import Action, AutoPrecision, AutoPrecisionCallback, AutoPrecisionConfig, Controller
-from autoprec.controller import save_map
 from autoprec.encoding import feature
+from autoprec.map_file import save_map
 from tests.support import Ask, Manual, Task, all_in, assert_finite, cpu, fp16cpu, loader, reported, rows, scripted
 
 EIGHT_BIT = {"fp8", "int8"}

@@ -22,7 +22,7 @@ from autoprec import (
     RollbackConfig,
     ScriptedController,
 )
-from autoprec.controller import save_map
+from autoprec.map_file import save_map
 from tests.chaos.control_faults import Erratic, HangingController
 from tests.chaos.fault import Fault, Scene
 from tests.chaos.faults import FAULTS
