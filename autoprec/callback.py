@@ -242,7 +242,7 @@ class AutoPrecisionCallback(Callback):
         self._make_ready()
         steering = self._fit
         steering.knobs.batch_size.begin_epoch(steering.window)
-        steering.note_plan()
+        steering.coupling.note_plan()
         if self._is_new and self.controller.looks and (below := steering.knobs.unit_formats.below_their_tier()):
             steering.apply(Action(precision=below), "no layer begins below its tier")
         if self._first_map is not None:
@@ -350,7 +350,7 @@ class AutoPrecisionCallback(Callback):
     def _decide(self, trainer: pl.Trainer) -> None:
         steering, knobs = self._fit, self._fit.knobs
         steering.telemetry.flush()
-        steering.note_noise_scale()
+        steering.coupling.follow_noise_scale(steering.telemetry.noise)
         unoffered = find_unoffered(knobs, steering.telemetry)
         units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered)
         run = read_globals(knobs, steering.telemetry, progress(trainer), self._load)

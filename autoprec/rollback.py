@@ -97,8 +97,8 @@ class Rollback:
             DivergedTrainingError: If the loss stays too high and there is no way back.
         """
         steering = self._steering
-        if steering.has_new_batch:
-            steering.has_new_batch = False
+        if steering.coupling.has_new_batch:
+            steering.coupling.has_new_batch = False
             self._ring.clear()  # their schedules count steps of another size
             self._due = 0
         is_due = steering.applied_steps >= self._due or steering.has_skipped or self._pending is not None

@@ -8,7 +8,6 @@ the end of a window (``request_queue``), and the question when a decision is due
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -21,9 +20,10 @@ from autoprec.batches import rows_of
 from autoprec.buffers import BufferShadow
 from autoprec.compilation import CompilationWatch
 from autoprec.config import AutoPrecisionConfig
+from autoprec.coupling import Coupling
 from autoprec.fallback import Fallback
 from autoprec.gradients import Gradients
-from autoprec.history import Decision, History
+from autoprec.history import History
 from autoprec.knobs import Knobs, steered_units
 from autoprec.layers import Runtime, prepare
 from autoprec.learning_rate import LearningRate
@@ -32,14 +32,11 @@ from autoprec.manual_scaling import ManualScaling
 from autoprec.memory_errors import free_memory
 from autoprec.request_queue import RequestQueue
 from autoprec.rescue import Rescue
-from autoprec.run_length import EpochPlan, RunLength
 from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.schedules import ScheduleHold
 from autoprec.telemetry import Telemetry
 from autoprec.trial import Trial
 from autoprec.units import Unit
-
-_LOW_PRECISION = "low precision"
 
 
 class Steering:
@@ -72,7 +69,6 @@ class Steering:
             more.
         rollbacks: How often the run went back.
         copies: What copies of the run there were at the end, for the table.
-        has_new_batch: Whether the effective batch has changed since a copy of the run was taken.
         has_skipped: Whether a step was skipped since somebody looked at the weights.
         is_sampling: Whether the current window is measured in detail for a decision.
         samples: Windows measured in detail so far.
@@ -105,15 +101,12 @@ class Steering:
             prepare(units, self.runtime)
         self.knobs = Knobs(units, self.runtime, config, masked, base, loss_scale, self.history)
         self.telemetry = Telemetry(units, config.clip.window)
-        self.knobs.batch_size.on_change = self.knobs.accumulation.on_change = self._note_batch
         self.knobs.batch_size.on_lost = self._note_lost
-        self.knobs.batch_size.on_users_change = self.knobs.accumulation.on_users_change = self.note_plan
-        self.knobs.batch_size.refusal = self._why_no_other_size
-        self.knobs.accumulation.refusal = self._why_no_other_accumulation
         self.lower_batch_size: Callable[[int], bool] | None = self._lower_batch_size
         self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
         self.schedules = ScheduleHold(config)
         self.learning_rate = LearningRate(config.batch.learning_rate)
+        self.coupling = Coupling(root, config, self.knobs, self.learning_rate, self.schedules)
         self.manual_scaling = ManualScaling(loss_scale, is_automatic)
         self.window = 0
         self.applied_steps = 0
@@ -127,9 +120,6 @@ class Steering:
         self.rollbacks = 0
         self.copies = ""
         self.has_skipped = False
-        self.has_new_batch = False
-        self._plan: EpochPlan | None = None
-        self._is_resumed = False
         self.is_sampling = False
         self.samples = 0
         self.backwards = 0
@@ -184,6 +174,7 @@ class Steering:
         self.fallback.release()
         self.schedules.detach()
         self.learning_rate.detach()
+        self.coupling.release()
         self.knobs.batch_size.release()
         self.knobs.accumulation.release()
         for unit in self.knobs.units.values():
@@ -233,7 +224,7 @@ class Steering:
         if self.knobs.changes != self._seen_changes:
             self._seen_changes = self.knobs.changes
             self.telemetry.note_new_formats()
-            self._follow_formats()
+            self.coupling.follow_formats(self.window)
         self._is_window_open = True
         if self._shadow is not None:
             self._shadow.refresh()
@@ -324,63 +315,12 @@ class Steering:
         self.knobs.batch_size.begin_epoch(self.window)
         self.apply_pending()
 
-    # ---- the effective batch ----
-
     # ---- the batch ----
 
     @property
     def batch_factor(self) -> float:
         """The effective batch in units of the one that the run began with."""
-        return self.knobs.batch_size.factor * self.knobs.accumulation.factor
-
-    def note_plan(self) -> None:
-        """Keeps how epochs are divided into steps, before that may change; called when training begins."""
-        self._plan = self._current_plan()
-
-    def _current_plan(self) -> EpochPlan:
-        return EpochPlan.of(self.root.trainer, self.knobs.batch_size.size or 1)
-
-    def _note_batch(self) -> None:
-        """The effective batch has changed: learning rate, schedules and copies of the run follow."""
-        self.learning_rate.set_batch_factor(self.batch_factor)
-        self.has_new_batch = True
-        if self._is_resumed and self._plan is None:  # schedules go on as they were saved
-            return
-        before, self._plan = self._plan, self._current_plan()
-        if before is None:  # how many batches of the first size there would have been is not known
-            size = self.knobs.batch_size.first_size or 1
-            before, self._plan = EpochPlan(batches=None, batch_size=size), replace(self._plan, batches=None)
-        length = RunLength.of(self.root.trainer, before, self._plan)
-        reason = self.schedules.why_not_stretched(length)
-        if reason is None:
-            self.schedules.stretch(length)
-        else:
-            rank_zero_warn(f"autoprec: the number of steps that are left has changed, but {reason}.")
-
-    def _follow_formats(self) -> None:
-        """The learning rate is lower while layers run in low precision, if that was asked for."""
-        factor = self.config.low_precision_lr_factor if self.knobs.is_any_low else 1.0
-        before = self.learning_rate.named.get(_LOW_PRECISION, 1.0)
-        if factor != before:
-            self.learning_rate.set_factor(_LOW_PRECISION, factor)
-            why = "layers run in low precision" if factor != 1.0 else "no layer runs in low precision"
-            self.history.append(Decision(self.window, "learning_rate", None, before, factor, factor, "applied", why))
-
-    def note_noise_scale(self) -> None:
-        """Hands the gradient-noise scale to the rule that needs it, as far as it is known."""
-        noise = self.telemetry.noise
-        if noise.effective_batch > 0.0:
-            self.learning_rate.set_first_batch(noise.effective_batch / self.batch_factor)
-        self.learning_rate.set_noise_scale(noise.scale.estimate[0])
-
-    def _why_no_other_size(self, factor: float) -> str | None:
-        return self._why_no_other_batch(factor * self.knobs.accumulation.factor)
-
-    def _why_no_other_accumulation(self, factor: float) -> str | None:
-        return self._why_no_other_batch(factor * self.knobs.batch_size.factor)
-
-    def _why_no_other_batch(self, k: float) -> str | None:
-        return self.learning_rate.why_not(k) or self.schedules.why_not_stretched()
+        return self.coupling.batch_factor
 
     def _note_lost(self, samples: int) -> None:
         self.lost_samples += samples
@@ -557,7 +497,7 @@ class Steering:
             ValueError: If the state is of another version.
         """
         check_version(state)
-        self._is_resumed = True
+        self.coupling.is_resumed = True
         for name in ("window", "applied_steps", "skipped_steps", "user_skipped_steps", "samples"):
             setattr(self, name, int(state[name]))
         for name in ("policy_failures", "lost_windows", "lost_samples", "undone_windows", "rollbacks"):

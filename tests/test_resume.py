@@ -267,7 +267,7 @@ NOT_SAVED = {
     "_reasons": "of the latest moves, on record already",
     "_saved_controller": "what the file held",
     "_has_failed": "each process warns of the first fault",
-    "_is_resumed": "it is",
+    "is_resumed": "it is",
     "_seen_changes": "counted in one process, like the changes themselves",
     "_last_of_user": "Lightning's own count of reloads begins anew",
     "kernel_steps": "counted in one process, for its table",
