@@ -20,6 +20,7 @@ from autoprec.batches import rows_of
 from autoprec.buffers import BufferShadow
 from autoprec.compilation import CompilationWatch
 from autoprec.config import AutoPrecisionConfig
+from autoprec.counters import Counters
 from autoprec.coupling import Coupling
 from autoprec.fallback import Fallback
 from autoprec.gradients import Gradients
@@ -39,8 +40,8 @@ from autoprec.trial import Trial
 from autoprec.units import Unit
 
 
-class Steering:
-    """State of one fit.
+class Steering(Counters):
+    """State of one fit, which counts what happens in it.
 
     Args:
         root: The model.
@@ -53,31 +54,15 @@ class Steering:
         is_automatic: Whether the Trainer runs backward and step.
 
     Attributes:
-        window: Index of the current window, skipped ones included.
-        applied_steps: Optimizer steps taken.
-        skipped_steps: Optimizer steps not taken because a gradient was not finite.
-        user_skipped_steps: Windows in which ``training_step`` returned no loss.
-        policy_failures: Questions to the policy that got no legal answer.
-        lost_windows: Windows in which memory ran out, so that no step was attempted.
-        lost_samples: Samples of the batches in them, the rest of an accumulation included, of batches under manual
-            optimization that were left after a step, and of epochs that ended without them after a batch size was
-            lowered.
         lower_batch_size: Called with the samples of a batch that did not fit; returns whether there was a smaller size
             to go to. ``None`` where nobody can lower it: then an out-of-memory error ends the run.
         is_lost: Whether the current window is lost to memory.
-        undone_windows: Applied steps that a return to a copy of the run has undone; ``applied_steps`` counts them no
-            more.
-        rollbacks: How often the run went back.
         copies: What copies of the run there were at the end, for the table.
         has_skipped: Whether a step was skipped since somebody looked at the weights.
         is_sampling: Whether the current window is measured in detail for a decision.
-        samples: Windows measured in detail so far.
         is_in_step: Whether ``training_step`` is running.
-        kernel_steps: Optimizer steps of this process that kernels took.
-        narrow_steps: Those among them that worked on second moments in 16 bits.
         wide_reason: Why some or all second moments stay in float32 though 16 bits were asked for; ``None`` where
             nothing stood in the way at the start.
-        copied_layers: Layers that ran on kept copies of their weights in the latest step.
         onlooker: Whose code may look at gradients in the middle of a step, so that they are kept in ``.grad`` and no
             copies of weights are kept; ``None`` if nobody's.
     """
@@ -93,6 +78,7 @@ class Steering:
         loss_scale: LossScale,
         is_automatic: bool = True,
     ) -> None:
+        super().__init__()
         self.config = config
         self.is_automatic = is_automatic
         self.history = History()
@@ -108,26 +94,13 @@ class Steering:
         self.learning_rate = LearningRate(config.batch.learning_rate)
         self.coupling = Coupling(root, config, self.knobs, self.learning_rate, self.schedules)
         self.manual_scaling = ManualScaling(loss_scale, is_automatic)
-        self.window = 0
-        self.applied_steps = 0
-        self.skipped_steps = 0
-        self.user_skipped_steps = 0
-        self.policy_failures = 0
-        self.lost_windows = 0
-        self.lost_samples = 0
         self.is_lost = False
-        self.undone_windows = 0
-        self.rollbacks = 0
         self.copies = ""
         self.has_skipped = False
         self.is_sampling = False
-        self.samples = 0
         self.backwards = 0
         self.is_in_step = False
-        self.kernel_steps = 0
-        self.narrow_steps = 0
         self.wide_reason: str | None = None
-        self.copied_layers = 0
         self.onlooker: str | None = None
         self._root: nn.Module | None = root
         self._shadow: BufferShadow | None = BufferShadow(root)
@@ -466,21 +439,12 @@ class Steering:
             self.finish_window()
         return {
             "version": STATE_VERSION,
-            "window": self.window,
-            "applied_steps": self.applied_steps,
-            "skipped_steps": self.skipped_steps,
-            "user_skipped_steps": self.user_skipped_steps,
-            "policy_failures": self.policy_failures,
-            "lost_windows": self.lost_windows,
-            "undone_windows": self.undone_windows,
-            "rollbacks": self.rollbacks,
-            "lost_samples": self.lost_samples,
+            **self.counts(),
             "has_skipped": self.has_skipped,
             "skipping_since": self._skipping_since,
             "overflows": dict(self.fallback.overflows),
             "has_new_formats": self.knobs.changes != self._seen_changes,
             "is_sampling": self.is_sampling,
-            "samples": self.samples,
             "records_inputs": self.runtime.records_inputs,
             "knobs": self.knobs.state_dict(),
             "telemetry": self.telemetry.state_dict(),
@@ -498,10 +462,7 @@ class Steering:
         """
         check_version(state)
         self.coupling.is_resumed = True
-        for name in ("window", "applied_steps", "skipped_steps", "user_skipped_steps", "samples"):
-            setattr(self, name, int(state[name]))
-        for name in ("policy_failures", "lost_windows", "lost_samples", "undone_windows", "rollbacks"):
-            setattr(self, name, int(state.get(name, 0)))
+        self.load_counts(state)
         self.has_skipped = bool(state.get("has_skipped", False))
         self._skipping_since = state["skipping_since"]
         self.fallback.overflows = dict(state["overflows"])
