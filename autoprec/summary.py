@@ -83,7 +83,8 @@ def _step_lines(steering: Steering) -> list[str]:
         lines.append("  NO STEP WAS APPLIED: the weights are those that training started with")
     if steering.lost_samples or steering.lost_windows:
         windows, samples = steering.lost_windows, steering.lost_samples
-        lines.append(f"  memory     {windows} windows were lost to out-of-memory errors, with {samples} samples")
+        lost = f"{windows} window{'' if windows == 1 else 's'}"
+        lines.append(f"  memory     {lost} lost to out-of-memory errors; {samples} samples did not train")
     if steering.copies:
         times = f"{steering.rollbacks} rollback{'' if steering.rollbacks == 1 else 's'}"
         lines.append(f"  rollback   {steering.copies}, {times}")
@@ -110,13 +111,13 @@ def _fault_lines(steering: Steering) -> list[str]:
 
 
 def _batch_lines(steering: Steering) -> list[str]:
-    """The batch where a run has moved it, and what that has cost."""
-    knobs, factor, lost = steering.knobs, steering.batch_factor, steering.lost_samples
-    if factor == 1.0 and not lost:
+    """The batch where a run has moved it."""
+    knobs, factor = steering.knobs, steering.batch_factor
+    if factor == 1.0 and not steering.lost_samples:
         return []
-    line = f"  batch      size {knobs.batch_size.size}, {knobs.accumulation.value} micro-batches a step"
-    line += f" (effective batch {factor:g} x the first)"
-    return [line + (f"; {lost} samples lost to memory" if lost else "")]
+    parts = knobs.accumulation.value
+    line = f"  batch      size {knobs.batch_size.size}, {parts} micro-batch{'' if parts == 1 else 'es'} a step"
+    return [f"{line} (effective batch {factor:g} x the first)"]
 
 
 def _kernel_lines(steering: Steering) -> list[str]:

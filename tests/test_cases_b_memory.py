@@ -673,7 +673,7 @@ def test_b07_is_reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.M
     assert f"{BIG} samples of this window are lost" in texts[0]
     assert f"goes on with batches of {SMALL}" in texts[0]
     assert "The error was: CUDA out of memory" in texts[0]
-    assert "3 windows were lost to out-of-memory errors, with 34 samples" in report()
+    assert "memory     3 windows lost to out-of-memory errors; 34 samples did not train" in report()
     assert float(trainer.callback_metrics["autoprec/lost_windows"]) == 3.0
 
 
