@@ -510,7 +510,7 @@ def test_compression_without_its_extra_says_what_to_install(monkeypatch: pytest.
 
     monkeypatch.setitem(sys.modules, "zstandard", None)
     config = AutoPrecisionConfig(rollback=RollbackConfig(compress=True))
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'autoprec\[compress\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '.\[compress\]'"):
         AutoPrecisionCallback(config=config)
 
 
