@@ -105,10 +105,21 @@ class Coupling:
             window: Index of the window that begins.
         """
         factor = self._config.low_precision_lr_factor if self._knobs.is_any_low else 1.0
-        before = self._learning_rate.named.get(_LOW_PRECISION, 1.0)
+        why = "layers run in low precision" if factor != 1.0 else "no layer runs in low precision"
+        self.set_factor(_LOW_PRECISION, factor, window, why)
+
+    def set_factor(self, name: str, factor: float, window: int, why: str) -> None:
+        """Sets a factor on the learning rate and puts it on record, unless it is what it was.
+
+        Args:
+            name: What the factor is for.
+            factor: 1 for none.
+            window: Index of the window that begins.
+            why: Reason to record.
+        """
+        before = self._learning_rate.named.get(name, 1.0)
         if factor != before:
-            self._learning_rate.set_factor(_LOW_PRECISION, factor)
-            why = "layers run in low precision" if factor != 1.0 else "no layer runs in low precision"
+            self._learning_rate.set_factor(name, factor)
             decision = Decision(window, "learning_rate", None, before, factor, factor, "applied", why)
             self._knobs.history.append(decision)
 

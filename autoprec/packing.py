@@ -139,8 +139,8 @@ def load_codec() -> Any:
         import zstandard
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "Passed `RollbackConfig(compress=True)`. It needs zstandard. Run `pip install '.[compress]'` in a checkout of"
-            " autoprec."
+            "Passed `RollbackConfig(compress=True)`. It needs zstandard."
+            " Run `pip install '.[compress]'` in a checkout of autoprec."
         ) from error
     return zstandard
 

@@ -259,7 +259,7 @@ class Rollback:
 
     def _lower_learning_rate(self) -> None:
         factor = self._config.learning_rate_factor**self._steering.rollbacks
-        self._steering.learning_rate.set_factor("rollback", factor)
+        self._steering.coupling.set_factor("rollback", factor, self._steering.window, "the run went back to a copy")
 
     def _warn(self, trouble: Trouble, copy: Snapshot, before: int, after: int, failed_in_fp32: bool) -> None:
         steering, config = self._steering, self._config

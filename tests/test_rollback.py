@@ -313,18 +313,13 @@ def test_the_clip_threshold_goes_by_the_norms_before() -> None:
     assert max(ap.steering.telemetry.norms) < 100
 
 
-def test_the_learning_rate_is_lowered_once_for_each_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, float]] = []
-
-    class Spies(Callback):
-        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            rate = ap.steering.learning_rate  # type: ignore[union-attr]
-            monkeypatch.setattr(rate, "set_factor", lambda name, factor: asked.append((name, factor)))
-
+def test_the_learning_rate_is_lowered_once_for_each_rollback_and_that_is_on_record() -> None:
     module, ap = Task(net(), data(60 * 8), optimizer=adam), callback(learning_rate_factor=0.5)
     with goes_back("multiplied by 0.5"):
-        cpu(callbacks=[ap, Spies(), Writes(poison_weight, 25, 45)]).fit(module)
-    assert asked == [("rollback", 0.5), ("rollback", 0.25)]
+        cpu(callbacks=[ap, Writes(poison_weight, 25, 45)]).fit(module)
+    assert [(row.before, row.applied) for row in rows(ap.history, "learning_rate")] == [(1.0, 0.5), (0.5, 0.25)]
+    assert ap.steering is not None
+    assert ap.steering.learning_rate.factor == 0.25
 
 
 def test_decisions_go_on_at_their_interval() -> None:
