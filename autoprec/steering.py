@@ -8,7 +8,7 @@ the end of a window (``request_queue``), and the question when a decision is due
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -106,6 +106,7 @@ class Steering:
         self.knobs = Knobs(units, self.runtime, config, masked, base, loss_scale, self.history)
         self.telemetry = Telemetry(units, config.clip.window)
         self.knobs.batch_size.on_change = self.knobs.accumulation.on_change = self._note_batch
+        self.knobs.batch_size.on_recount = self._follow_plan
         self.knobs.batch_size.on_lost = self._note_lost
         self.knobs.batch_size.on_users_change = self.knobs.accumulation.on_users_change = self.note_plan
         self.knobs.batch_size.refusal = self._why_no_other_size
@@ -344,12 +345,23 @@ class Steering:
         """The effective batch has changed: learning rate, schedules and copies of the run follow."""
         self.learning_rate.set_batch_factor(self.batch_factor)
         self.has_new_batch = True
-        if self._is_resumed and self._plan is None:  # schedules go on as they were saved
+        before, now = self._plan, self._current_plan()
+        if before is None and self._is_resumed:  # of a checkpoint that is being loaded, or had none
             return
+        # a resumed run tells of what was in force before: its schedules go on as they were saved
+        if before is None or (before.batch_size, before.accumulate) != (now.batch_size, now.accumulate):
+            self._follow_plan()
+
+    def _follow_plan(self) -> None:
+        """Epochs are divided otherwise than before: schedules follow."""
         before, self._plan = self._plan, self._current_plan()
-        if before is None:  # how many batches of the first size there would have been is not known
-            size = self.knobs.batch_size.first_size or 1
-            before, self._plan = EpochPlan(batches=None, batch_size=size), replace(self._plan, batches=None)
+        if before is None and self._is_resumed:
+            return
+        if before is None:
+            size, batches = self.knobs.batch_size.first_size or 1, self.knobs.batch_size.first_batches
+            before = replace(self._plan, batches=batches, batch_size=size)
+            if batches is None:  # how many there would have been is not known
+                self._plan = replace(self._plan, batches=None)
         length = RunLength.of(self.root.trainer, before, self._plan)
         reason = self.schedules.why_not_stretched(length)
         if reason is None:
@@ -545,6 +557,7 @@ class Steering:
             "knobs": self.knobs.state_dict(),
             "telemetry": self.telemetry.state_dict(),
             "schedules": self.schedules.state(),
+            "plan": None if self._plan is None else asdict(self._plan),
             "learning_rate": self.learning_rate.state_dict(),
             "pending": self.requests.state(),
             "history": self.history.state(),
@@ -574,6 +587,8 @@ class Steering:
         self.history.load(state["history"])
         self.telemetry.load_state_dict(state["telemetry"])
         self.knobs.load_state_dict(state["knobs"], self.window)
+        plan = state.get("plan")
+        self._plan = None if plan is None else EpochPlan(**plan)
         self._seen_changes = self.knobs.changes - bool(state.get("has_new_formats", False))
         self._rescue.end_trial()
         self._rescue.start_trial()
