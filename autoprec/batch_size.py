@@ -48,21 +48,25 @@ class BatchSize:
     Attributes:
         on_change: Called when a change has taken effect.
         on_users_change: Called when the user has brought loaders of another size, from which on factors count.
+        on_recount: Called when batches were counted at a size that came in force before, in the middle of an epoch.
         on_lost: Called with the number of samples that the rest of an epoch has no batch for.
         refusal: Asked before each change, with the new size in units of the first; what it returns is the reason to
             refuse it.
         size: Batch size of the first loader in force, ``None`` if it is not known.
         first_size: The one that the run began with.
+        first_batches: Batches that the first epoch would have had at that size, ``None`` if that is not known.
         is_unproven: Whether no step was applied at this size yet.
     """
 
     def __init__(self, config: BatchConfig, masked: dict[str, str], history: History) -> None:
         self.on_change: Callable[[], object] = _nothing
         self.on_users_change: Callable[[], object] = _nothing
+        self.on_recount: Callable[[], object] = _nothing
         self.on_lost: Callable[[int], object] = _nothing
         self.refusal: Callable[[float], str | None] = _nothing
         self.size: int | None = None
         self.first_size: int | None = None
+        self.first_batches: int | None = None
         self.is_unproven = False
         self._config = config
         self._masked = masked
@@ -173,10 +177,10 @@ class BatchSize:
         loaders = self._loaders
         if loaders is None:
             return
-        is_new = loaders.is_counted
-        loaders.close()
         if not loaders.are_known:
             self._adopt(loaders)
+        is_new = loaders.is_counted
+        loaders.close()
         if is_new or self._may_change_now(loaders):
             self._commit(loaders, step)
         elif self._is_between and self._wish is not None:
@@ -236,11 +240,12 @@ class BatchSize:
             loaders.hold(self._verdict(loaders).size)
 
     def _adopt(self, loaders: TrainingLoaders) -> None:
+        """Takes loaders that were set up too early to be given a size; they are counted again if they get one now."""
         loaders.adopt()
-        self.size = loaders.size
-        self.first_size = self.first_size or self.size
-        self.is_unproven, self._saved = True, None
+        self._before_set_up()
         self._mask(loaders)
+        if loaders.sized and self._verdict(loaders).size != loaders.size:
+            loaders.set_up_again()
 
     def _verdict(self, loaders: TrainingLoaders) -> _Verdict:
         """What the loaders are to have: what is asked for, what a checkpoint or an earlier request says, or nothing."""
@@ -267,10 +272,14 @@ class BatchSize:
 
     def _commit(self, loaders: TrainingLoaders, step: int) -> None:
         """Records what the loaders that an epoch begins with were given."""
-        saved, self._saved, self._is_miscounted = self._saved, None, False
+        saved, self._saved = self._saved, None
+        was_miscounted, self._is_miscounted = self._is_miscounted, False
         self._mask(loaders)
         if loaders.sized:
+            before = self.size
             self._take_size(loaders, step, saved)
+            if was_miscounted and self.size == before:
+                self.on_recount()
         else:
             self.size = loaders.size
             if self._wish is not None:
@@ -279,7 +288,8 @@ class BatchSize:
 
     def _take_size(self, loaders: TrainingLoaders, step: int, saved: Mapping[str, Any] | None) -> None:
         found = loaders.sized[0].found_size
-        self.first_size = self.first_size or found
+        if self.first_size is None:
+            self.first_size, self.first_batches = found, loaders.found_batches
         before = found if self.size is None else self.size
         verdict, is_ours = self._verdict(loaders), self._wanted is not None
         if is_ours:
@@ -374,6 +384,7 @@ class BatchSize:
             "failed": None if self._failed is None else list(self._failed),
             "wish": None if self._wish is None else list(self._wish),
             "is_between": self._is_between,
+            "is_miscounted": self._is_miscounted,
             "consumed": first.samples_of(done) if done and first is not None else 0,
         }
 
@@ -396,6 +407,7 @@ class BatchSize:
         self._failed = None if state["failed"] is None else (int(state["failed"][0]), int(state["failed"][1]))
         self._wish = None if state["wish"] is None else _Wish(int(state["wish"][0]), str(state["wish"][1]))
         self._is_between = bool(state["is_between"])
+        self._is_miscounted = bool(state.get("is_miscounted", False))
 
     def _record(
         self, step: int, requested: int | None, applied: int | None, outcome: Outcome, reason: str, before: Any = ...

@@ -7,7 +7,9 @@ factors (``learning_rate``), how a schedule is stretched (``schedules``), and th
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
@@ -56,8 +58,10 @@ class Coupling:
         self._plan: EpochPlan | None = None
         knobs.batch_size.on_change = knobs.accumulation.on_change = self._follow_batch
         knobs.batch_size.on_users_change = knobs.accumulation.on_users_change = self.note_plan
-        knobs.batch_size.refusal = lambda factor: self._why_not(factor * knobs.accumulation.factor)
-        knobs.accumulation.refusal = lambda factor: self._why_not(factor * knobs.batch_size.factor)
+        knobs.batch_size.on_recount = self._follow_plan
+        # methods, which can be pickled
+        knobs.batch_size.refusal = self._why_not_size
+        knobs.accumulation.refusal = self._why_not_accumulation
 
     def release(self) -> None:
         """Lets go of the model."""
@@ -80,12 +84,23 @@ class Coupling:
         """The effective batch has changed."""
         self._learning_rate.set_batch_factor(self.batch_factor)
         self.has_new_batch = True
-        if self.is_resumed and self._plan is None:  # schedules go on as they were saved
+        before, now = self._plan, self._current_plan()
+        if before is None and self.is_resumed:  # of a checkpoint that is being loaded, or had none
             return
+        # a resumed run tells of what was in force before: its schedules go on as they were saved
+        if before is None or (before.batch_size, before.accumulate) != (now.batch_size, now.accumulate):
+            self._follow_plan()
+
+    def _follow_plan(self) -> None:
+        """Epochs are divided otherwise than before: schedules follow."""
         before, self._plan = self._plan, self._current_plan()
-        if before is None:  # how many batches of the first size there would have been is not known
-            size = self._knobs.batch_size.first_size or 1
-            before, self._plan = EpochPlan(batches=None, batch_size=size), replace(self._plan, batches=None)
+        if before is None and self.is_resumed:
+            return
+        if before is None:
+            size, batches = self._knobs.batch_size.first_size or 1, self._knobs.batch_size.first_batches
+            before = replace(self._plan, batches=batches, batch_size=size)
+            if batches is None:  # how many there would have been is not known
+                self._plan = replace(self._plan, batches=None)
         assert self._root is not None, "the fit is over"
         length = RunLength.of(self._root.trainer, before, self._plan)
         reason = self._schedules.why_not_stretched(length)
@@ -93,6 +108,12 @@ class Coupling:
             self._schedules.stretch(length)
         else:
             rank_zero_warn(f"autoprec: the number of steps that are left has changed, but {reason}.")
+
+    def _why_not_size(self, factor: float) -> str | None:
+        return self._why_not(factor * self._knobs.accumulation.factor)
+
+    def _why_not_accumulation(self, factor: float) -> str | None:
+        return self._why_not(factor * self._knobs.batch_size.factor)
 
     def _why_not(self, k: float) -> str | None:
         """Says why the effective batch cannot be ``k`` times the first, ``None`` if it can."""
@@ -122,6 +143,14 @@ class Coupling:
             self._learning_rate.set_factor(name, factor)
             decision = Decision(window, "learning_rate", None, before, factor, factor, "applied", why)
             self._knobs.history.append(decision)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Returns how epochs are divided, as primitives; ``None`` before training begins."""
+        return None if self._plan is None else asdict(self._plan)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Takes over what ``state_dict`` returned."""
+        self._plan = None if state is None else EpochPlan(**state)
 
     def follow_noise_scale(self, noise: NoiseProbe) -> None:
         """Hands the gradient-noise scale to the rule that needs it, as far as it is known.

@@ -7,6 +7,7 @@ does not live here: which size is legal (``legal_sizes``) and who asks for it (`
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -216,18 +217,29 @@ class Reload:
         is_due = bool(every) and self._trainer.current_epoch + 1 - self._last_of_user >= every
         if not (is_wanted or (is_due and self._is_late)):
             return
+        self._prepare(keeps=not is_due)
+
+    def run(self) -> None:
+        """Has Lightning set up the loaders in use once more, now."""
+        self.end()
+        self._prepare(keeps=True)
+        self._trainer.fit_loop._last_train_dl_reload_epoch = -math.inf  # as before the first; set anew by the set-up
+        self._trainer.fit_loop.setup_data()
+
+    def _prepare(self, keeps: bool) -> None:
         self._shadow(self._trainer, "reload_dataloaders_every_n_epochs", 1)
-        self._keeps = not is_due
-        if self._keeps:
-            # `trainer.train_dataloader` would lose how loaders are combined
-            loaders = self._trainer.fit_loop._combined_loader
+        self._keeps = keeps
+        if not keeps:
+            return
+        # `trainer.train_dataloader` would lose how loaders are combined
+        loaders = self._trainer.fit_loop._combined_loader
 
-            def train_dataloader() -> Any:
-                return loaders
+        def train_dataloader() -> Any:
+            return loaders
 
-            for owner in (self._trainer.lightning_module, self._trainer.datamodule):
-                if owner is not None:
-                    self._shadow(owner, "train_dataloader", train_dataloader)
+        for owner in (self._trainer.lightning_module, self._trainer.datamodule):
+            if owner is not None:
+                self._shadow(owner, "train_dataloader", train_dataloader)
 
     def note_setup(self) -> None:
         """Called when loaders are set up, by whoever's wish."""

@@ -449,6 +449,7 @@ class Steering(Counters):
             "knobs": self.knobs.state_dict(),
             "telemetry": self.telemetry.state_dict(),
             "schedules": self.schedules.state(),
+            "plan": self.coupling.state_dict(),
             "learning_rate": self.learning_rate.state_dict(),
             "pending": self.requests.state(),
             "history": self.history.state(),
@@ -475,6 +476,7 @@ class Steering(Counters):
         self.history.load(state["history"])
         self.telemetry.load_state_dict(state["telemetry"])
         self.knobs.load_state_dict(state["knobs"], self.window)
+        self.coupling.load_state_dict(state.get("plan"))
         self._seen_changes = self.knobs.changes - bool(state.get("has_new_formats", False))
         self._rescue.end_trial()
         self._rescue.start_trial()

@@ -60,10 +60,15 @@ class TrainingLoaders:
         self._reload.order(is_wanted and self.can_count)
 
     def adopt(self) -> None:
-        """Takes over loaders that were set up before the fit, as a tuner does."""
-        self._all = list(flattened(self._trainer.train_dataloader))
+        """Takes over loaders that were set up before, by a tuner or for ``trainer.estimated_stepping_batches``."""
+        self.is_counted, self._all = True, list(flattened(self._trainer.train_dataloader))
         if not any(map(why_fixed, self._all)):
             self.sized = [SizedLoader(loader) for loader in self._all]
+
+    def set_up_again(self) -> None:
+        """Has Lightning count the batches of the loaders in use now; the first epoch must not have begun."""
+        self.is_counted = False
+        self._reload.run()
 
     @property
     def are_known(self) -> bool:
@@ -82,6 +87,13 @@ class TrainingLoaders:
             return self.sized[0].size
         size = getattr(self._all[0], "batch_size", None) if self._all else None
         return size if isinstance(size, int) else None
+
+    @property
+    def found_batches(self) -> int | None:
+        """Batches of an epoch at the size that the loader came with; ``None`` if not known, as with several loaders."""
+        if len(self.sized) != 1 or self.sized[0].facts.rows is None:
+            return None
+        return int(self.sized[0].facts.batches(self.sized[0].found_size, self._trainer.limit_train_batches))
 
     def hold(self, size: int) -> None:
         """Gives the first loader a size, and the others theirs at the ratio of what they came with.

@@ -294,7 +294,7 @@ def test_b01_request_after_the_first_batches_were_counted() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*batch size.*:UserWarning")
 def test_b01_after_a_tuner_has_set_up_the_loaders(tmp_path: Path) -> None:
-    """The first epoch's batches are counted by then; what was wanted for it waits for the next."""
+    """The first epoch's batches are counted by then, and are counted again."""
 
     class Tuned(Numbers):
         batch_size = 4
@@ -305,8 +305,8 @@ def test_b01_after_a_tuner_has_set_up_the_loaders(tmp_path: Path) -> None:
     ap = scripted(epochs=sizes_of(16, 0, 32))
     finder = BatchSizeFinder(steps_per_trial=1, init_val=8, max_trials=1)
     _, sees, _ = fit(Tuned(), ap, others=(finder,), default_root_dir=tmp_path)
-    assert [set(epoch) for epoch in sees.sizes] == [{8}, {16}, {32}]
-    assert [(d.requested, d.outcome) for d in sizes(ap)] == [(16, "deferred"), (16, "applied"), (32, "applied")]
+    assert [set(epoch) for epoch in sees.sizes] == [{16}, {16}, {32}]
+    assert [(d.before, d.requested, d.outcome) for d in sizes(ap)] == [(8, 16, "applied"), (16, 32, "applied")]
 
 
 def test_b01_map_with_a_batch_size(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -28,6 +29,7 @@ pytestmark = [
     # Lightning says so once in a process
     pytest.mark.filterwarnings("ignore:.training_step. returned .None."),
     pytest.mark.filterwarnings("ignore:autoprec. a batch of .* did not fit into memory"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
 ]
 
 
@@ -128,6 +130,115 @@ def test_b04_one_cycle_ends_where_it_would_have_ended(size: int) -> None:
     assert schedules[0].last_epoch == schedules[1].last_epoch == 16
     assert schedules[0].get_last_lr() == schedules[1].get_last_lr()
     assert callback.applied_steps == 8 + 64 // size
+
+
+@pytest.mark.parametrize("size", [4, 16, 32])
+def test_b04_loaders_that_the_estimate_has_set_up_have_the_size_of_the_first_epoch(size: int) -> None:
+    _, _, plain = fit(Scheduled(), ScriptedController(), epochs=2)
+    callback, sizes, trainer = fit(Scheduled(), ScriptedController(epochs={0: Action(batch_size=size)}), epochs=2)
+    assert sizes.sizes == [size] * (64 // size) * 2
+    assert trainer.num_training_batches == 64 // size
+    changes = [d for d in callback.history if d.knob == "batch_size"]
+    assert [(d.before, d.applied, d.outcome) for d in changes] == [(8, size, "applied")]
+    schedules = [each.lr_scheduler_configs[0].scheduler for each in (plain, trainer)]
+    assert schedules[0].last_epoch == schedules[1].last_epoch == 16
+
+
+def test_b04_loaders_that_the_estimate_has_set_up_are_left_alone_where_nothing_is_asked() -> None:
+    def losses(policy: Any) -> list[float]:
+        seed()
+        module = Scheduled()
+        trainer = quiet(max_epochs=2, callbacks=[AutoPrecisionCallback(policy, knobs=(), verbose=False)])
+        trainer.fit(module, DataLoader(rows(64), batch_size=8, shuffle=True))
+        return module.losses
+
+    seed()
+    plain = Scheduled()
+    quiet(max_epochs=2).fit(plain, DataLoader(rows(64), batch_size=8, shuffle=True))
+    assert losses(ScriptedController()) == plain.losses
+
+
+class Fixed(Plain):
+    """One cycle over a number of steps that the user has reckoned."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=self.steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize(("count", "accumulate", "steps"), [(64, 1, 16), (64, 4, 4), (65, 1, 18), (65, 2, 10)])
+@pytest.mark.parametrize("size", [4, 16])
+def test_b04_one_cycle_under_another_size_from_the_first_epoch_on(
+    count: int, accumulate: int, steps: int, size: int
+) -> None:
+    module = Fixed(steps)
+    callback = AutoPrecisionCallback(ScriptedController(epochs={0: Action(batch_size=size)}), verbose=False)
+    trainer = quiet(max_epochs=2, callbacks=[callback], accumulate_grad_batches=accumulate)
+    trainer.fit(module, DataLoader(rows(count), batch_size=8))
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == steps
+
+
+@pytest.mark.parametrize("kind", [Scheduled, lambda: Fixed(32)], ids=["estimated", "reckoned"])
+@pytest.mark.parametrize("accumulate", [None, 2])
+@pytest.mark.parametrize("ended", [0, 1, 2])
+def test_b10_resumes_at_each_end_of_an_epoch(kind: Any, accumulate: int | None, ended: int, tmp_path: Any) -> None:
+    """Also where a size acts first in the resumed run, and where the loaders come before the checkpoint."""
+    policy = ScriptedController(
+        epochs={1: Action(batch_size=16, accumulate=accumulate), 2: Action(accumulate=accumulate and 1)}
+    )
+
+    def run(module: Plain, path: Any = None, **options: Any) -> Any:
+        seed()
+        callback, sizes = AutoPrecisionCallback(policy, verbose=False), Sizes()
+        trainer = quiet(max_epochs=4, callbacks=[callback, sizes, *options.pop("others", ())], **options)
+        trainer.fit(module, DataLoader(rows(64), batch_size=8), ckpt_path=path, weights_only=path and True)
+        return callback, sizes, trainer.lr_scheduler_configs[0].scheduler
+
+    checkpoint = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    module, again = kind(), kind()
+    callback, sizes, schedule = run(module, others=(checkpoint,), enable_checkpointing=True)
+    assert schedule.last_epoch == 32
+    resumed, its_sizes, its_schedule = run(again, tmp_path / f"epoch={ended}.ckpt")
+    assert its_sizes.sizes == sizes.sizes[-len(its_sizes.sizes) :]
+    assert its_sizes.rates == sizes.rates[-len(its_sizes.rates) :]
+    assert its_schedule.last_epoch == 32
+    assert list(resumed.history) == list(callback.history)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("ended", [None, 1])
+def test_b04_memory_that_runs_out_leaves_the_schedule_its_length(
+    accumulate: int, ended: int | None, tmp_path: Any
+) -> None:
+    """The epoch in which it runs out keeps the batches that were counted; those after it have as many as at first."""
+
+    class Both(Limited, Scheduled):
+        pass
+
+    def run(path: Any = None, **options: Any) -> Any:
+        seed()
+        callback = AutoPrecisionCallback(ScriptedController(epochs={1: Action(batch_size=16)}), verbose=False)
+        others = options.pop("others", ())
+        trainer = quiet(max_epochs=4, callbacks=[callback, *others], accumulate_grad_batches=accumulate, **options)
+        module = Both(8)
+        trainer.fit(module, DataLoader(rows(96), batch_size=8), ckpt_path=path, weights_only=path and True)
+        return callback, module, trainer.lr_scheduler_configs[0].scheduler
+
+    checkpoint = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    callback, module, schedule = run(others=(checkpoint,), enable_checkpointing=True)
+    assert callback.lost_windows == 1
+    # the window that was lost holds the schedule back by what its call stands for
+    assert schedule.last_epoch == 4 * 12 // accumulate - 2
+    if ended is not None:
+        _, again, its_schedule = run(tmp_path / f"epoch={ended}.ckpt")
+        assert its_schedule.last_epoch == schedule.last_epoch
+        assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
 
 
 def test_b04_accumulation_is_followed_as_well() -> None:

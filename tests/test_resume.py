@@ -366,6 +366,7 @@ def test_no_field_keeps_one_value_through_these_steps(kept: dict[str, Kept]) -> 
     constant |= {"undone_windows", "rollbacks"}  # test_rollback.py
     constant |= {"lost_windows"}  # test_cases_b_memory.py
     constant |= {"accumulation", "asked_ahead", "batch_size", "lost_samples"}  # see test_cases_b_resume.py
+    constant |= {"plan"}  # test_cases_b_together.py
     assert {name for name, seen in values.items() if len(seen) == 1} == constant
 
 
