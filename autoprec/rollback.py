@@ -133,7 +133,8 @@ class Rollback:
             copy = self._ring.newest
             trouble = self._search.too_high(None if copy is None else copy.note["telemetry"])
             if self._search.has_moved and (self._is_spent or len(self._ring) == 1):
-                trouble = self._accept()
+                self._accept()
+                trouble = None
         if trouble is None and steering.applied_steps >= self._due and self._search.is_calm:
             trouble = self._search.nonfinite()
             if trouble is None:
