@@ -143,8 +143,9 @@ class RuleConfig:
             precision is what holds it up. It is tried after 4 such decisions, then after 16, 64 and so on.
         batch: What the rule does with the batch size. ``"leave"`` leaves it. ``"memory"`` halves it where over 85 %
             of the memory is taken and doubles it below 60 %. ``"utilization"`` halves it where the processor is busy
-            for more than 90 % of the time and doubles it below 60 %. Once halved it is not doubled any more. Under
-            ``Trainer(deterministic=True)`` it is left alone.
+            for more than 90 % of the time and doubles it below 60 %. Once halved it is not doubled any more, and
+            without ``BatchConfig.max_size`` not more than four times: memory that is free says nothing of how large a
+            batch still trains well. Under ``Trainer(deterministic=True)`` it is left alone.
         accuracy_weight_start: Weight of accuracy against speed when the run begins: ``headroom_bits`` is multiplied by
             it, ``stable_cv`` and the bounds on underflow are divided by it.
         accuracy_weight_end: The same when the run ends; in between it moves with the share of the run that is over.

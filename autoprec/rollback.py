@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from autoprec.guard import NonFiniteTrainingError
+from autoprec.guard import DivergedTrainingError, NonFiniteTrainingError
 from autoprec.history import Decision
 from autoprec.live_state import LiveState
 from autoprec.packing import Packer
@@ -65,6 +65,8 @@ class Rollback:
         self._wide_until = -1
         self._pending: Trouble | None = None
         self._has_new_copy = False
+        self._futile = 0  # rollbacks in a row after which no loss was ordinary
+        self._pardoned = 0  # rollbacks that do not count any more: they were no answer to what had changed
         self._has_told_of_packer = False
         if self._is_on:
             steering.fallback.last_resort = self._answer_stop
@@ -130,6 +132,9 @@ class Rollback:
         if trouble is None:
             copy = self._ring.newest
             trouble = self._search.too_high(None if copy is None else copy.note["telemetry"])
+            if self._search.has_moved and (self._is_spent or len(self._ring) == 1):
+                self._accept()
+                trouble = None
         if trouble is None and steering.applied_steps >= self._due and self._search.is_calm:
             trouble = self._search.nonfinite()
             if trouble is None:
@@ -185,7 +190,7 @@ class Rollback:
             ``None`` if the run goes back instead, else why it does not.
         """
         trouble = Trouble(text, NonFiniteTrainingError, where)
-        if self._steering.rollbacks >= self._config.max_rollbacks or not self._has_way_back(trouble):
+        if self._is_spent or not self._has_way_back(trouble):
             return self._past()
         self._pending = trouble
         return None
@@ -201,8 +206,10 @@ class Rollback:
 
     def _go_back(self, trouble: Trouble) -> None:
         steering = self._steering
-        if steering.rollbacks >= self._config.max_rollbacks or not self._has_way_back(trouble):
+        is_of_loss, has_moved = trouble.error is DivergedTrainingError, self._search.has_moved
+        if self._is_spent or not self._has_way_back(trouble):
             raise self._error(trouble)
+        self._futile = is_of_loss + (self._futile if has_moved else 0)
         if self._has_failed(trouble) and len(self._ring) > 1:
             self._ring.drop_newest()
         failed_in_fp32 = self._was_in_fp32
@@ -227,6 +234,32 @@ class Rollback:
         self._warn(trouble, copy, before, after, failed_in_fp32)
         if self._search.nonfinite() is not None:
             raise self._error(trouble)
+
+    @property
+    def _counted(self) -> int:
+        return self._steering.rollbacks - self._pardoned
+
+    @property
+    def _is_spent(self) -> bool:
+        return self._counted >= self._config.max_rollbacks
+
+    def _accept(self) -> None:
+        """Goes on: weights that had ordinary losses have high ones now, so another rollback would change nothing."""
+        steering = self._steering
+        self._search.accept()
+        self._pardoned += self._futile
+        self._futile = 0
+        self._lower_learning_rate()
+        reason = (
+            "the loss is too high from the first window after the rollback on: data or loss have changed, not the"
+            " weights; such losses count as ordinary from here on"
+        )
+        steps = steering.applied_steps
+        steering.history.append(Decision(steering.window, "rollback", None, steps, None, steps, "refused", reason))
+        rank_zero_warn(
+            f"autoprec: {reason}. That rollback does not count. `RollbackConfig(loss_spreads=math.inf)` leaves high"
+            " losses alone."
+        )
 
     def _has_failed(self, trouble: Trouble) -> bool:
         """Whether going back to the newest copy did not help, or cannot because the run is still where it was then."""
@@ -258,7 +291,7 @@ class Rollback:
         return steering.rollbacks > 0 and steering.applied_steps <= self._wide_until and steering.knobs.runs_in_fp32
 
     def _lower_learning_rate(self) -> None:
-        factor = self._config.learning_rate_factor**self._steering.rollbacks
+        factor = self._config.learning_rate_factor**self._counted
         self._steering.coupling.set_factor("rollback", factor, self._steering.window, "the run went back to a copy")
 
     def _warn(self, trouble: Trouble, copy: Snapshot, before: int, after: int, failed_in_fp32: bool) -> None:
@@ -291,7 +324,7 @@ class Rollback:
         return f"Rollbacks: {past or 'none'}; {why_not or self._why_not()}."
 
     def _why_not(self) -> str:
-        if self._steering.rollbacks >= self._config.max_rollbacks:
+        if self._is_spent:
             return f"`max_rollbacks={self._config.max_rollbacks}` allows no more"
         if self._ring.newest is None:
             return "there is no copy to go back to" + (f" ({self._ring.reason})" if self._ring.reason else "")
@@ -301,7 +334,8 @@ class Rollback:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns primitives only; copies are not part of it."""
-        return {**self._search.state_dict(), "wide_until": self._wide_until}
+        counts = {"wide_until": self._wide_until, "futile": self._futile, "pardoned": self._pardoned}
+        return {**self._search.state_dict(), **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what ``state_dict`` returned, ``{}`` for nothing; the next boundary takes a copy."""
@@ -310,6 +344,7 @@ class Rollback:
         self._pending = None
         self._search.load_state_dict(state)
         self._wide_until = int(state.get("wide_until", -1))
+        self._futile, self._pardoned = int(state.get("futile", 0)), int(state.get("pardoned", 0))
         if self._steering.rollbacks:
             self._lower_learning_rate()
 

@@ -22,6 +22,7 @@ _MAX_DOUBLINGS = 6
 _TOO_OFTEN_CLIPPED = 0.9
 _FULL = {"memory": 0.85, "utilization": 0.9}
 _EMPTY = 0.6
+_BATCH_DOUBLINGS = 4
 
 Flags = NDArray[np.bool_]
 
@@ -88,6 +89,7 @@ class RuleController(Controller):
         self._stage = 0
         self._plateau = PlateauProbe()
         self._has_halved = False
+        self._first_size: float | None = None  # as encoded
         self._weight = self.config.rule.accuracy_weight_start
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:
@@ -141,7 +143,9 @@ class RuleController(Controller):
         return moves
 
     def _move_batch(self, observation: Observation, moves: NDArray[np.int64]) -> None:
-        kind = self.config.rule.batch
+        kind, size = self.config.rule.batch, float(feature(observation[:1], "batch_size")[0])
+        if self._first_size is None and size > 0.0:
+            self._first_size = size
         (row,) = np.nonzero(feature(observation, "knob_batch_size") == 1)[0]
         if kind == "leave" or feature(observation[row], f"{kind}_known") != 1:
             return
@@ -149,10 +153,14 @@ class RuleController(Controller):
         if share > _FULL[kind] and feature(observation[row], "can_lower") == 1:
             self._has_halved = True
             moves[row] = -1
-        elif share < _EMPTY and feature(observation[row], "can_raise") == 1 and not self._has_halved:
+        elif share < _EMPTY and feature(observation[row], "can_raise") == 1 and self._may_double(size):
             moves[row] = 1
         if moves[row]:
             self._reasons["batch_size"] = f"{kind} is at {share:.0%}"
+
+    def _may_double(self, size: float) -> bool:
+        most = (self._first_size or 0.0) + (_BATCH_DOUBLINGS - 0.5) / 16.0
+        return not self._has_halved and (self.config.batch.max_size is not None or size < most)
 
     def reasons(self) -> Mapping[str, str]:
         """Returns the measurements that the latest moves rest on."""
@@ -187,6 +195,7 @@ class RuleController(Controller):
             "stage": self._stage,
             "plateau": self._plateau.state_dict(),
             "has_halved": self._has_halved,
+            "first_size": self._first_size,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -199,6 +208,8 @@ class RuleController(Controller):
         self._is_warm = bool(state.get("is_warm", True))
         self._stage = int(state.get("stage", self.config.rule.stages))
         self._has_halved = bool(state.get("has_halved", False))
+        first_size = state.get("first_size")
+        self._first_size = None if first_size is None else float(first_size)
         if "plateau" in state:
             self._plateau.load_state_dict(state["plateau"])
 
@@ -227,7 +238,9 @@ class RuleController(Controller):
             steps = float(feature(units, "steps_since_change").max())
             # compared as encoded, where both sides are rounded alike
             is_over = steps >= np.float32(log_steps(rule.warmup_steps))
-            has_settled = 0 < float(feature(units, "norm_cv")[0]) < rule.settled_cv
+            # two norms are alike often enough
+            are_enough = float(feature(units, "grad_readings").max()) >= _MIN_READINGS / READINGS
+            has_settled = are_enough and 0 < float(feature(units, "norm_cv")[0]) < rule.settled_cv
             self._is_warm = is_over or has_settled
         if not self._is_warm:
             return np.zeros(len(units), dtype=np.bool_)

@@ -17,6 +17,8 @@ from autoprec.steering import Steering
 
 # losses that are read from the device at once
 _LOSSES_AT_ONCE = 16
+# a high loss that falls is given so many times the patience
+_LONGER = 4
 
 
 class Trouble(NamedTuple):
@@ -55,6 +57,7 @@ class TroubleSearch:
         self._window_read = 0
         self._per_window = 1
         self._from_start: frozenset[str] | None = None
+        self._is_high_since_return = False
 
     def release(self) -> None:
         """Lets go of the model."""
@@ -91,7 +94,11 @@ class TroubleSearch:
         new = telemetry.loss_count - self._losses_read
         if self._is_watching and new > 0:
             telemetry.flush_losses()
-            self._watch.note(list(telemetry.losses)[-new:])
+            streak = self._watch.streak
+            losses = list(telemetry.losses)[-new:]
+            self._watch.note(losses)
+            count = sum(map(math.isfinite, losses))
+            self._is_high_since_return &= self._watch.streak == streak + count
             self._per_window = max(1, round(new / max(steering.window - self._window_read, 1)))
         self._losses_read, self._window_read = telemetry.loss_count, steering.window
 
@@ -102,11 +109,25 @@ class TroubleSearch:
             before: What ``Telemetry.copies`` returned when the run was healthy, ``None`` if it never was.
         """
         windows = self._watch.streak // self._per_window
-        if windows < self._patience:
+        if windows < self._patience * (_LONGER if self._watch.is_falling else 1):
             return None
         bound, newest = self._watch.bound, self._watch.newest
         cause = f"the loss was above {bound:.3g} for {windows} windows in a row and is {newest:.3g}"
         return Trouble(cause, DivergedTrainingError, self._loudest(before))
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether losses are high from the first window on after the run went back.
+
+        They come from the weights that had ordinary losses, so it is the data or the loss that have changed.
+        """
+        enough = min(_LOSSES_AT_ONCE, self._patience * self._per_window)
+        return self._is_high_since_return and self._watch.streak >= enough
+
+    def accept(self) -> None:
+        """Takes the losses that are high for ordinary ones."""
+        self._watch.accept()
+        self._is_high_since_return = False
 
     def _loudest(self, before: Mapping[str, Any] | None) -> str:
         """The layer whose gradient norm has grown most."""
@@ -128,7 +149,8 @@ class TroubleSearch:
 
     def go_back(self, note: Mapping[str, Any]) -> None:
         """Forgets the losses since :meth:`note`."""
-        self._watch.load_state_dict(note)
+        self._watch.return_to(note)
+        self._is_high_since_return = True
         self._losses_read, self._window_read = self._steering.telemetry.loss_count, self._steering.window
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,6 +161,7 @@ class TroubleSearch:
             "unread": unread,
             "window_read": self._window_read,
             "per_window": self._per_window,
+            "is_high_since_return": self._is_high_since_return,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,5 +171,6 @@ class TroubleSearch:
         self._window_read = int(state.get("window_read", steering.window))
         self._per_window = int(state.get("per_window", 1))
         self._from_start = None
+        self._is_high_since_return = bool(state.get("is_high_since_return", False))
         if "watch" in state:
             self._watch.load_state_dict(state["watch"])

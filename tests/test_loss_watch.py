@@ -36,6 +36,7 @@ HEALTHY = {
     "a schedule begins anew": [2.3 * 0.97**n for n in range(200)] + [0.2] * 100,
     "negative": noisy(-3.0, 300),
     "noise from zero on": [abs(loss) for loss in noisy(1.0, 300, 1.0)],
+    "zero, then rewards": [0.0] * 100 + [1e-9] * 100,
     "nan in between": (noisy(1.0, 60) + [math.nan, math.inf]) * 5,
 }
 
@@ -64,6 +65,33 @@ BAD = {
 @pytest.mark.parametrize("at_once", [1, 16])
 def test_a_loss_that_stays_high_is_counted(name: str, at_once: int) -> None:
     assert watched(BAD[name], at_once=at_once).streak >= 50
+
+
+def test_a_high_loss_that_falls_is_told_from_one_that_stays() -> None:
+    watch = watched(noisy(0.05, 200))
+    watch.note([2.3 * 0.98**n for n in range(50)])
+    assert watch.streak == 50
+    assert watch.is_falling
+    watch = watched(noisy(0.05, 200))
+    watch.note(noisy(2.3, 50))
+    assert not watch.is_falling
+
+
+def test_accepted_losses_are_ordinary_whenever_they_come_again() -> None:
+    watch = watched(noisy(0.05, 100))
+    before = watch.state_dict()
+    watch.note(noisy(2.3, 60))
+    watch.accept()
+    assert watch.is_calm
+    watch.note(noisy(0.05, 100))
+    watch.note(noisy(2.3, 60))
+    assert watch.streak == 0
+    watch.return_to(before)
+    watch.note(noisy(2.3, 60))
+    assert watch.streak == 0
+    again = LossWatch(20.0)
+    again.load_state_dict(watch.state_dict())
+    assert again.bound == watch.bound
 
 
 def test_high_losses_do_not_raise_the_bound() -> None:

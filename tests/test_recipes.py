@@ -13,7 +13,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoprec import RECIPES, Action, AutoPrecisionCallback, AutoPrecisionConfig, RuleConfig, ScriptedController, recipe
+from autoprec import (
+    RECIPES,
+    Action,
+    AutoPrecisionCallback,
+    AutoPrecisionConfig,
+    BatchConfig,
+    RuleConfig,
+    ScriptedController,
+    recipe,
+)
 from autoprec.encoding import GlobalReading, UnitReading, encode
 from autoprec.rule import RuleController
 from tests.small_fits import Plain, differences, loader, quiet, seed
@@ -51,6 +60,26 @@ def test_warm_up_ends_early_once_the_gradient_norm_has_settled() -> None:
     young = replace(WIDE, steps_since_change=50)
     assert moves(controller, [young], RESTLESS) == [0]
     assert moves(controller, [young], STILL) == [-1]
+
+
+def test_two_norms_that_are_alike_do_not_end_the_warm_up() -> None:
+    controller = rule(warmup_steps=300, settled_cv=0.1)
+    early = replace(WIDE, steps_since_change=2, grad_norm_history=(1.0, 1.0))
+    assert moves(controller, [early], replace(STILL, norms=(1.0, 1.001))) == [0]
+    assert moves(controller, [replace(WIDE, steps_since_change=50)], RESTLESS) == [0]
+
+
+@pytest.mark.parametrize(("max_size", "largest"), [(None, 64), (1024, 1024)])
+def test_free_memory_does_not_grow_a_batch_without_bound(max_size: int | None, largest: int) -> None:
+    config = AutoPrecisionConfig(rule=RuleConfig(batch="memory"), batch=BatchConfig(max_size=max_size))
+    controller, size = RuleController(config), 4
+    for _ in range(30):
+        run = replace(STILL, batch_size=size, memory_share=0.1, movable=frozenset({"batch_size"}))
+        if controller.decide(encode([STABLE], run))[-2] == 1:
+            size = min(size * 2, max_size or size * 2)
+        state, controller = controller.state_dict(), RuleController(config)
+        controller.load_state_dict(state)
+    assert size == largest
 
 
 def test_warm_up_survives_a_checkpoint() -> None:

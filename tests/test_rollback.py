@@ -338,6 +338,54 @@ def test_decisions_go_on_at_their_interval() -> None:
     assert policy.calls >= 15  # not silent until fifty steps are applied once more
 
 
+# ---- when it is not the weights ----
+
+LEVELS: dict[str, Callable[[int], float]] = {
+    "another unit": lambda window: 1.0 if window < 120 else 1000.0,
+    "sign": lambda window: -1.0 if window < 120 else 3.0,
+    "five levels": lambda window: 10.0 ** (window // 85),
+    "two tasks in turn": lambda window: 0.01 if window // 100 % 2 else 50.0,
+    "rewards at last": lambda window: 0.0 if window < 120 else 1.0,
+}
+
+
+@pytest.mark.filterwarnings("ignore:autoprec:UserWarning")
+@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_loss_that_moves_does_not_end_a_healthy_run(name: str, keep: int) -> None:
+    def loss(net: nn.Module, batch: Tensor, index: int) -> Tensor:
+        value = squares(net, batch, index)
+        return value - value.detach() + LEVELS[name](index)
+
+    module, ap = Task(net(), data(430 * 8), loss=loss, optimizer=adam), callback(keep=keep, learning_rate_factor=0.5)
+    cpu(callbacks=[ap]).fit(module)
+    assert_counted(ap, 430)
+    assert ap.steering is not None
+    applied = rows(ap.history, "rollback", "applied")
+    refused = rows(ap.history, "rollback", "refused")
+    assert bool(applied) == bool(refused)
+    assert all("data or loss have changed" in row.reason for row in refused)
+    assert ap.steering.learning_rate.named.get("rollback", 1.0) == 1.0
+
+
+@pytest.mark.filterwarnings("ignore:autoprec:UserWarning", "ignore:Be aware that when using `ckpt_path`:UserWarning")
+def test_that_losses_were_accepted_is_resumed(tmp_path: Path) -> None:
+    def loss(net: nn.Module, batch: Tensor, index: int) -> Tensor:
+        value = squares(net, batch, index)
+        return value - value.detach() + (50.0 if module.current_epoch % 2 else 0.01)
+
+    module, ap = Task(net(), data(100 * 8), loss=loss, optimizer=adam), callback()
+    saver = ModelCheckpoint(tmp_path, save_last=True, every_n_epochs=1)
+    cpu(callbacks=[ap, saver], max_epochs=3, enable_checkpointing=True).fit(module)
+    assert len(rows(ap.history, "rollback", "refused")) == 1
+    module, ap = Task(net(), data(100 * 8), loss=loss, optimizer=adam), callback()
+    resumed = cpu(callbacks=[ap], max_epochs=6)
+    resumed.fit(module, ckpt_path=str(tmp_path / "last.ckpt"), weights_only=True)
+    assert len(rows(ap.history, "rollback", "applied")) == 1
+    assert ap.steering is not None
+    assert ap.steering.window == 600
+
+
 # ---- when it does not help ----
 
 
