@@ -24,6 +24,7 @@ from autoprec.trouble import Trouble, TroubleSearch
 _NOT_PRECISION = (
     "It went wrong in fp32 as well: this is not a precision problem. Look at the learning rate, the data and the loss."
 )
+_HIGH_LOSSES = " Where such losses are part of the task, `RollbackConfig(loss_spreads=math.inf)` leaves them alone."
 _MAYBE_PRECISION = "See whether it trains in fp32: `Trainer(precision='32-true')`, or 'precision' among the `knobs`."
 
 
@@ -310,11 +311,12 @@ class Rollback:
 
     def _error(self, trouble: Trouble, why_not: str | None = None) -> RuntimeError:
         steering = self._steering
+        advice = _HIGH_LOSSES if trouble.error is DivergedTrainingError else ""
         is_wide = self._was_in_fp32 or (not steering.rollbacks and steering.knobs.runs_in_fp32)
         return trouble.error(
             f"Training stopped at window {steering.window}: {trouble.cause}. First offending layer: {trouble.where}."
             f" {self._past(why_not)} {steering.applied_steps} steps are applied, {steering.skipped_steps} were skipped,"
-            f" {steering.undone_windows} undone. {_NOT_PRECISION if is_wide else _MAYBE_PRECISION}"
+            f" {steering.undone_windows} undone. {_NOT_PRECISION if is_wide else _MAYBE_PRECISION}{advice}"
         )
 
     def _past(self, why_not: str | None = None) -> str:

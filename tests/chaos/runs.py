@@ -181,8 +181,12 @@ def traces(ours: Fit, plain: Fit) -> list[str]:
         each.knob in ("batch_size", "accumulate") and each.outcome != "refused" for each in steering.history
     )
     left, right = dict(plain.structure), dict(ours.structure)
+    left_out: tuple[str, ...] = ()
     if ours.error is not None or not has_same_batches:  # gradients may have gone for the activations of a forward
-        left, right = ({k: v for k, v in each.items() if not k.startswith("gradient")} for each in (left, right))
+        left_out += ("gradient",)
+    if type(ours.error) is not type(plain.error):  # inside a batch parameters are toggled, and faults have hooks
+        left_out += ("parameter", "optimizer")
+    left, right = ({k: v for k, v in each.items() if not k.startswith(left_out)} for each in (left, right))
     named = [each for key in left.keys() | right.keys() for each in _named(key, left.get(key), right.get(key))]
     if ours.error is not None:  # what Lightning remembers of the hook that it was in
         named = [each for each in named if not any(name in each for name in _LIGHTNINGS_OWN)]
