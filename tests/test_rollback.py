@@ -413,6 +413,8 @@ def test_g03_a_run_that_diverges_in_fp32_as_well_is_not_retried_for_ever() -> No
     with goes_back("this is not a precision problem"), pytest.raises(RuntimeError) as caught:
         cpu(callbacks=[ap]).fit(module)
     assert isinstance(caught.value, (DivergedTrainingError, NonFiniteTrainingError))
+    is_by_losses = isinstance(caught.value, DivergedTrainingError)
+    assert ("loss_spreads=math.inf" in str(caught.value)) == is_by_losses
     text = str(caught.value)
     assert "not a precision problem" in text
     assert "learning rate" in text
