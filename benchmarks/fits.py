@@ -15,6 +15,17 @@ from benchmarks.arms import Arm
 from benchmarks.turns import Lap, Run, time_calls
 from benchmarks.workloads import Trained, Workload
 
+ONE_EPOCH: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Options of a Trainer that goes through its batches once and does nothing else."""
+
 WARM_STEPS = 3
 """At least so many steps do not count: optimizers make their state in the first, autoprec tries a new map."""
 
@@ -61,13 +72,7 @@ def train(
         Format of each unit at the end, nothing in a static run.
     """
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **ONE_EPOCH,
         **arm.trainer_options(workload),
     )
     trainer.fit(module, DataLoader(Batches(batches, steps, arrive), batch_size=None))

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autoprec import AutoPrecisionCallback, AutoPrecisionConfig, RollbackConfig
-from benchmarks.fits import WARM_STEPS, Batches
+from benchmarks.fits import ONE_EPOCH, WARM_STEPS, Batches
 from benchmarks.workloads import WORKLOADS, Workload
 
 ROWS = ("mlp-128-64", "mlp-512-64", "mlp-2048-128", "gpt-2-128", "gpt-4-256", "cnn-32")
@@ -103,13 +103,7 @@ def measure_cost(workload: Workload, steps: int) -> Cost:
     times = _Times()
     config = AutoPrecisionConfig(rollback=RollbackConfig(every=2**31))
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **ONE_EPOCH,
         callbacks=[times, AutoPrecisionCallback("fixed:bf16", knobs=("precision",), config=config, verbose=False)],
     )
     module = workload.make_module(lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
