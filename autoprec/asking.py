@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -84,6 +84,7 @@ class Asking:
         self._has_failed = False
         limit_s = plugin.settings.config.decision_timeout_s
         self._thread = QuestionThread("autoprec-policy", limit_s) if is_foreign(controller) else None
+        self._is_indifferent = self._thread is None and not controller.looks
 
     def end(self) -> None:
         """Ends the controller's thread, if there is one; called when a fit is over."""
@@ -116,6 +117,8 @@ class Asking:
             run: The run's reading.
             masked: Knobs that cannot be moved.
         """
+        if self._is_indifferent:  # an observation takes as long as a small step
+            return Answer(None)
         observation = encode(units, run)  # nobody else reads it, so the controller may write to it
 
         def decision() -> Answer:
@@ -141,7 +144,7 @@ class Asking:
         if thread is not None and thread.is_abandoned:
             return None
         try:
-            with _untouched():
+            with _untouched(may_draw=thread is not None):
                 if thread is None:
                     return self._answer(question, Exception)
                 # what a signal's handler raises arrives here, so whatever is raised in there is the controller's own
@@ -198,10 +201,14 @@ def is_foreign(controller: Controller) -> bool:
 
 
 @contextmanager
-def _untouched() -> Iterator[None]:
-    """Has a controller find float32 as the default, and puts back what it might change for everybody."""
+def _untouched(may_draw: bool) -> Iterator[None]:
+    """Has a controller find float32 as the default, and puts back what it might change for everybody.
+
+    Args:
+        may_draw: Whether it might draw from global random generators; autoprec's own do not.
+    """
     error, dtype = None, torch.get_default_dtype()
-    with isolate_rng():  # which puts nothing back after an exception
+    with isolate_rng() if may_draw else nullcontext():  # which puts nothing back after an exception
         torch.set_default_dtype(torch.float32)
         try:
             yield
