@@ -19,8 +19,11 @@ from torch import Tensor, nn
 PAIRS = 32
 """Pairs that an estimate rests on, the newest ones."""
 
-ENTRIES = 2**20
+ENTRIES = 2**18
 """Most entries that are kept of a model's gradients."""
+
+# entries that are widened at once: small enough for the C library to hand out the same memory again
+_AT_ONCE = 2**14
 
 # Student's t, one-sided 5 %, by degrees of freedom from 1 on; the last one stands for all that follow
 _SIGNIFICANT = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.89, 1.86, 1.83, 1.81)
@@ -51,11 +54,13 @@ class NoiseScale:
             x_rows: Samples behind ``x``.
             y_rows: Samples behind ``y``.
         """
-        x, y = x.double(), y.double()
-        difference = x - y
-        square = float(x @ y)  # the noises of x and y are independent, so they cancel
-        # |x|^2 - <x, y>, without the rounding of two large numbers
-        trace = 0.5 * (x_rows * float(x @ difference) - y_rows * float(y @ difference))
+        square, trace = 0.0, 0.0
+        for part, other in zip(x.split(_AT_ONCE), y.split(_AT_ONCE), strict=True):
+            wide, other_wide = part.double(), other.double()
+            difference = wide - other_wide
+            square += float(wide @ other_wide)  # the noises of x and y are independent, so they cancel
+            # |x|^2 - <x, y>, without the rounding of two large numbers
+            trace += 0.5 * (x_rows * float(wide @ difference) - y_rows * float(other_wide @ difference))
         if math.isfinite(square) and math.isfinite(trace):
             self._squares.append(square)
             self._traces.append(trace)
