@@ -8,6 +8,7 @@ question which format a device supports.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -63,7 +64,7 @@ class NumberFormat:
         """Exponent bias."""
         return 0 if self.is_integer else 2 ** (self.exponent_bits - 1) - 1
 
-    @property
+    @functools.cached_property
     def max(self) -> float:
         """Largest finite value."""
         if self.is_integer:
@@ -92,7 +93,7 @@ class NumberFormat:
         """Format of the incoming gradients: e5m2 for fp8, bf16 for int8, else the format itself."""
         return self.gradient or self
 
-    @property
+    @functools.cached_property
     def amax_limit(self) -> float:
         """Largest amax a tensor may have: ``max``, or for a scaled format the largest value of ``compute_dtype``."""
         return float(torch.finfo(self.compute_dtype).max) if self.is_scaled else self.max

@@ -29,7 +29,7 @@ class NoiseProbe:
     Attributes:
         scale: The estimate.
         effective_batch: Samples behind the latest optimizer step that was looked at, NaN if they are not known.
-        is_open: Whether the gradients of the current window are wanted, unscaled and in ``.grad``.
+        is_open: Whether the gradients of the current window are wanted.
     """
 
     def __init__(self) -> None:
@@ -67,17 +67,18 @@ class NoiseProbe:
         """
         self._rows.append(rows)
         if self._is_sampling and len(self._rows) == 1 and not is_last:
-            sample = gradient_sample(parameters)
+            sample = gradient_sample(parameters, {id(p): p.grad for p in parameters if p.grad is not None})
             self._early = None if sample is None else sample.mul_(factor)
 
-    def note_step(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
+    def note_step(self, parameters: Sequence[nn.Parameter], grads: Mapping[int, Tensor], factor: float) -> None:
         """Called before the step of a window that is open, and before hooks and clipping.
 
         Args:
-            parameters: Whose gradients to look at; they are unscaled.
-            factor: What takes the division by the number of micro-batches off them.
+            parameters: All parameters of the optimizer.
+            grads: Gradients by ``id`` of their parameter.
+            factor: What takes the loss scale and the division by the number of micro-batches off them.
         """
-        rows, sample = self._rows, gradient_sample(parameters)
+        rows, sample = self._rows, gradient_sample(parameters, grads)
         if sample is None or not rows or not all(rows):
             self._means = ()
             return

@@ -91,32 +91,34 @@ class NoiseScale:
         self._update()
 
 
-def gradient_sample(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+def gradient_sample(parameters: Sequence[nn.Parameter], grads: Mapping[int, Tensor]) -> Tensor | None:
     """Returns every n-th entry of the gradients, as if they lay end to end; a gradient that is missing counts as zero.
 
     Args:
-        parameters: Whose ``.grad`` to look at, dense or sparse, on any devices.
+        parameters: The parameters in their order.
+        grads: Gradients by ``id`` of their parameter, dense or sparse, on any devices.
 
     Returns:
         ``[m]``, a copy in float32 on the CPU, ``m <= ENTRIES``; ``None`` if there is no gradient, or one of a kind that
         has no such entries (complex numbers, tensors of other libraries).
     """
     parameters = [parameter for parameter in parameters if not nn.parameter.is_lazy(parameter)]
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not grads or any(type(grad) not in _PLAIN or grad.is_complex() for grad in grads):
+    found = [grads[id(parameter)] for parameter in parameters if id(parameter) in grads]
+    if not found or any(type(grad) not in _PLAIN or grad.is_complex() for grad in found):
         return None
     stride = _stride(sum(parameter.numel() for parameter in parameters))
-    device, position = grads[0].device, 0
+    device, position = found[0].device, 0
     parts = []
     for parameter in parameters:
         start = -position % stride
         position += parameter.numel()
-        if parameter.grad is None:
+        grad = grads.get(id(parameter))
+        if grad is None:
             part = torch.zeros(len(range(start, parameter.numel(), stride)))
-        elif parameter.grad.is_sparse:
-            part = _sparse_entries(parameter.grad, start, stride)
+        elif grad.is_sparse:
+            part = _sparse_entries(grad, start, stride)
         else:
-            part = parameter.grad.detach().reshape(-1)[start::stride]
+            part = grad.detach().reshape(-1)[start::stride]
         parts.append(part.to(device, torch.float32))
     return torch.cat(parts).cpu()
 

@@ -6,6 +6,7 @@ does not: measuring them (telemetry) and turning them into features (encoding).
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ class GlobalReading:
     movable: frozenset[str] = frozenset({"loss_scale", "batch_size", "clip"})
     loss_scale_limits: tuple[float, float] = (0.0, math.inf)
 
-    @property
+    @functools.cached_property
     def median_norm(self) -> float:
         """Median of the finite global norms. NaN if there is none."""
         finite = [norm for norm in self.norms if math.isfinite(norm)]

@@ -355,9 +355,9 @@ class Steering(Counters):
     # ---- steps ----
 
     def sample(self, gradients: Gradients) -> None:
-        """Measures the gradients of a step in detail, for the decision after it."""
-        formats = self.knobs.unit_formats.current_and_lower()
-        self.telemetry.sample_gradients(gradients.parameters, formats, self.knobs.loss_scale.scale)
+        """Measures the gradients of a step in detail, before they are clipped, for the decision after it."""
+        formats, scale = self.knobs.unit_formats.current_and_lower(), self.knobs.loss_scale.scale
+        self.telemetry.sample_gradients(gradients.parameters, gradients.grads(), gradients.factor, formats, scale)
         self.telemetry.sample_weights(steered_units(self.knobs), formats)
 
     def on_applied(self, gradients: Gradients, optimizer: int = 0) -> None:

@@ -294,11 +294,9 @@ class Stepping:
 
     def _check(self, optimizer: Any, model: pl.LightningModule, result: Any, is_first_call: bool) -> None:
         """Unscales, lets hooks run, clips, and leaves the step if a gradient is not finite."""
-        steering = self._steering
         is_clipped_by_user = id(optimizer) in self._gradients
         gradients = self._unscaled(optimizer, model.trainer)
-        if steering.telemetry.noise.is_open and is_first_call:
-            steering.telemetry.noise.note_step(list(self._plugin.main_params(optimizer)), self._parts)
+        self._measure(optimizer, gradients, is_first_call)
         self._is_without_loss = result is None and model.automatic_optimization and not gradients.parameters
         call._call_callback_hooks(model.trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(model.trainer, "on_before_optimizer_step", optimizer)
@@ -310,9 +308,16 @@ class Stepping:
         is_usable = gradients.is_finite if isinstance(optimizer, SGD) else gradients.has_finite_squares
         if not is_usable:
             raise _StepSkipped(result)
-        if steering.is_sampling and gradients.parameters:
-            steering.sample(gradients)
         self._arm(optimizer, gradients)
+
+    def _measure(self, optimizer: Any, gradients: Gradients, is_first_call: bool) -> None:
+        """Looks at gradients in detail where a decision will rest on them."""
+        steering, noise = self._steering, self._steering.telemetry.noise
+        if noise.is_open and is_first_call:
+            grads = dict(zip(map(id, gradients.parameters), gradients.grads(), strict=True))
+            noise.note_step(list(self._plugin.main_params(optimizer)), grads, gradients.factor * self._parts)
+        if steering.is_sampling and gradients.parameters and gradients.is_finite:
+            steering.sample(gradients)
 
     def _arm(self, optimizer: Any, gradients: Gradients) -> None:
         """Lets the kernel take the step, if it can."""
@@ -346,8 +351,6 @@ class Stepping:
     def _is_private(self, optimizer: Any, trainer: Any) -> bool:
         """Whether nobody looks at the gradients of this very step."""
         if trainer.gradient_clip_val and _is_by_value(trainer.gradient_clip_algorithm):
-            return False
-        if self._steering.is_sampling or self._steering.telemetry.noise.is_open:
             return False
         if has_step_hooks(optimizer) or not self._has_torchs_step[id(optimizer)]():
             return False

@@ -25,6 +25,7 @@ from autoprec.units import Unit
 WINDOW = 64
 LEVEL = 32  # losses in what counts as the level of the loss
 FEWEST = 8
+_SMALLEST_FLOAT32 = torch.finfo(torch.float32).tiny
 _WINDOWS = ("losses", "loss_scales", "norms", "outcomes", "clipped")
 
 
@@ -147,23 +148,31 @@ class Telemetry:
         self.outcomes.append(0)
 
     def sample_gradients(
-        self, parameters: Sequence[nn.Parameter], formats: Mapping[str, tuple[str, str | None]], loss_scale: float
+        self,
+        parameters: Sequence[nn.Parameter],
+        grads: Sequence[Tensor],
+        factor: float,
+        formats: Mapping[str, tuple[str, str | None]],
+        loss_scale: float,
     ) -> None:
         """Measures amax, non-finite entries and underflow of each unit's unscaled gradients.
 
         Args:
             parameters: Parameters with gradients.
+            grads: Their gradients.
+            factor: What the gradients have to be multiplied by to be unscaled, a power of two.
             formats: Unit name to its format and the next lower one.
             loss_scale: Current loss scale: what underflows is the scaled gradient.
         """
-        owned = [(self._unit_of.get(id(p)), p) for p in parameters if p.grad is not None]
-        known = [(name, p.grad) for name, p in owned if name is not None and p.grad is not None]
+        owned = [(self._unit_of.get(id(p)), grad) for p, grad in zip(parameters, grads, strict=True)]
+        known = [(name, grad) for name, grad in owned if name is not None]
         if not known:
             return
         grads = [grad for _, grad in known]
-        limits = [[_lost_below(name, loss_scale) for name in formats[unit]] for unit, _ in known]
+        limits = [[_lost_below(name, loss_scale) / factor for name in formats[unit]] for unit, _ in known]
         stats = grad_stats(grads, [low for low, _ in limits], [low for _, low in limits])
-        columns = stats.amax, stats.nonfinite_count, stats.underflow_fraction, stats.underflow_fraction_lower
+        amax = stats.amax * factor
+        columns = amax, stats.nonfinite_count, stats.underflow_fraction, stats.underflow_fraction_lower
         rows = torch.stack(columns, dim=1).tolist()
         sizes = [float(grad._values().numel() if grad.is_sparse else grad.numel()) for grad in grads]
         self._store_sample([name for name, _ in known], rows, sizes)
@@ -180,15 +189,18 @@ class Telemetry:
             formats: Unit name to its format and the next lower one.
         """
         for unit in units:
+            limits = [0.0 if name is None else _smallest_weight(name) for name in formats[unit.name]]
+            measured = self.units[unit.name]
+            if max(limits) <= _SMALLEST_FLOAT32:  # such weights are nothing that a format could lose
+                measured.weight_subnormal = measured.weight_subnormal_lower = 0.0
+                continue
             weights = [p.detach() for p in unit.parameters if p.is_floating_point() and not nn.parameter.is_lazy(p)]
             if not weights:
                 continue
             sizes = torch.stack([torch.count_nonzero(weight) for weight in weights]).float()
             sizes = sizes / sizes.sum().clamp(min=1)
-            limits = [0.0 if name is None else _smallest_weight(name) for name in formats[unit.name]]
             stats = grad_stats(weights, *([limit] * len(weights) for limit in limits))
             shares = stats.underflow_fraction @ sizes, stats.underflow_fraction_lower @ sizes
-            measured = self.units[unit.name]
             measured.weight_subnormal, measured.weight_subnormal_lower = map(float, shares)
 
     def _store_sample(self, names: Sequence[str], rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> None:

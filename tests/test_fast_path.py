@@ -85,6 +85,18 @@ def test_bf16_mixed(policy: Any) -> None:
     assert private.counts["private in low precision"] >= 12
 
 
+def test_windows_that_are_measured_stay_private() -> None:
+    def private_steps(interval: int) -> tuple[int, int]:
+        found = run(Plain(adamw), policy="fixed:bf16", ap={"interval": interval}, max_epochs=3)
+        assert found.callback.steering is not None
+        return found.counts["private in low precision"], found.callback.steering.samples
+
+    (unmeasured, none), (measured, samples) = private_steps(10**6), private_steps(3)
+    assert none == 0
+    assert samples >= 3
+    assert measured == unmeasured > 0
+
+
 def test_map_changes_in_mid_run() -> None:
     formats = {3: "fp32", 6: "bf16", 9: "int8", 12: "bf16"}
     actions = {step: Action(precision={"net.0": name}) for step, name in formats.items()}

@@ -6,7 +6,7 @@ Time budget: 30 s.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +107,10 @@ def parameter(grad: Tensor | None, *shape: int) -> nn.Parameter:
     return made
 
 
+def grads_of(parameters: Sequence[nn.Parameter]) -> dict[int, Tensor]:
+    return {id(each): each.grad for each in parameters if each.grad is not None}
+
+
 @pytest.mark.parametrize("entries", [10**6, 40, 7])
 def test_every_nth_entry_of_dense_sparse_and_missing_gradients(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise_scale, "ENTRIES", entries)
@@ -117,7 +121,7 @@ def test_every_nth_entry_of_dense_sparse_and_missing_gradients(entries: int, mon
     parameters = [parameter(dense), parameter(rows), parameter(None, 9), parameter(cells), parameter(dense[:1])]
     parameters.append(nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16)))
     parameters[-1].grad = flipped
-    sample = gradient_sample(parameters)
+    sample = gradient_sample(parameters, grads_of(parameters))
     assert sample is not None
     assert len(sample) <= entries
     whole = [dense, rows.to_dense(), torch.zeros(9), cells.to_dense(), dense[:1], flipped.float()]
@@ -130,10 +134,10 @@ def test_every_nth_entry_of_dense_sparse_and_missing_gradients(entries: int, mon
 
 
 def test_gradients_without_such_entries() -> None:
-    assert gradient_sample([parameter(None, 3)]) is None
+    assert gradient_sample([parameter(None, 3)], {}) is None
     odd = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     odd.grad = torch.ones(2, dtype=torch.complex64)
-    assert gradient_sample([odd]) is None
+    assert gradient_sample([odd], grads_of([odd])) is None
 
 
 class Pair(NamedTuple):
@@ -304,10 +308,10 @@ def test_gradients_are_looked_at_in_two_windows_of_a_decision_only(monkeypatch: 
 
     windows: list[int] = []
 
-    def look(parameters: Iterable[nn.Parameter]) -> Tensor | None:
+    def look(parameters: Sequence[nn.Parameter], grads: Mapping[int, Tensor]) -> Tensor | None:
         assert callback.steering is not None
         windows.append(callback.steering.window)
-        return gradient_sample(list(parameters))
+        return gradient_sample(parameters, grads)
 
     monkeypatch.setattr(noise_probe, "gradient_sample", look)
     callback = AutoPrecisionCallback("rule", interval=10, verbose=False)

@@ -102,12 +102,24 @@ def test_median_norm(norms: list[float], median: float) -> None:
 # ---- samples of gradients ----
 
 
+def sample_gradients(
+    telemetry: Telemetry,
+    net: nn.Module,
+    formats: dict[str, tuple[str, str | None]],
+    scale: float = 1.0,
+    factor: float = 1.0,
+) -> None:
+    parameters = [parameter for parameter in net.parameters() if parameter.grad is not None]
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    telemetry.sample_gradients(parameters, grads, factor, formats, scale)
+
+
 def sampled(grads: dict[str, Tensor], formats: dict[str, tuple[str, str | None]], scale: float = 1.0) -> Telemetry:
     net = nn.Sequential(*(nn.Linear(2, 2) for _ in formats))
     telemetry = Telemetry(find_units(net))
     for name, grad in grads.items():
         net.get_parameter(name).grad = grad
-    telemetry.sample_gradients(list(net.parameters()), formats, scale)
+    sample_gradients(telemetry, net, formats, scale)
     return telemetry
 
 
@@ -126,6 +138,37 @@ def test_underflow_is_that_of_the_scaled_gradient(scale: float, now: float, lowe
     assert (unit.underflow_fraction, unit.underflow_fraction_lower) == (now, lower)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_gradients_are_measured_as_unscaled_ones(dtype: torch.dtype) -> None:
+    scale = 2.0**14
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    formats: dict[str, tuple[str, str | None]] = {"0": ("bf16", "fp16"), "1": ("fp16", None)}
+    grads = [
+        torch.randn(parameter.shape).to(dtype) * 10.0 ** (-index) for index, parameter in enumerate(net.parameters())
+    ]
+    grads[0].view(-1)[0] = 0.9 * 2.0**-28
+    unscaled, scaled = (Telemetry(find_units(net)) for _ in range(2))
+    unscaled.sample_gradients(list(net.parameters()), [grad.float() for grad in grads], 1.0, formats, scale)
+    scaled.sample_gradients(list(net.parameters()), [grad * scale for grad in grads], 1 / scale, formats, scale)
+    assert unscaled.units["0"].underflow_fraction_lower > 0.0
+    assert json.dumps(scaled.state_dict()) == json.dumps(unscaled.state_dict())
+
+
+def test_weights_are_read_only_where_a_format_could_lose_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net.get_parameter("0.weight").data.fill_(1e-6)
+    net.get_parameter("1.weight").data.fill_(1e-6)
+    units = find_units(net)
+    telemetry = Telemetry(units)
+    telemetry.sample_weights(units, {"0": ("fp32", "bf16"), "1": ("bf16", "fp16")})
+    assert (telemetry.units["0"].weight_subnormal, telemetry.units["0"].weight_subnormal_lower) == (0.0, 0.0)
+    assert telemetry.units["1"].weight_subnormal == 0.0
+    assert telemetry.units["1"].weight_subnormal_lower > 0.5
+    monkeypatch.setattr("autoprec.telemetry.grad_stats", None)  # no weight is read from here on
+    telemetry.sample_weights(units, {"0": ("fp32", "bf16"), "1": ("bf16", None)})
+    assert telemetry.units["1"].weight_subnormal_lower == 0.0
+
+
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_scaled_formats_underflow_as_bf16_does(name: str) -> None:
     grad = torch.tensor([[1e-8, 1e-30], [1e-44, 0.0]])
@@ -137,10 +180,10 @@ def test_scaled_formats_underflow_as_bf16_does(name: str) -> None:
 def test_sample_of_sparse_and_missing_gradients() -> None:
     net = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
     telemetry = Telemetry(find_units(net))
-    telemetry.sample_gradients(list(net.parameters()), {"0": ("fp32", None), "1": ("fp32", None)}, 1.0)
+    sample_gradients(telemetry, net, {"0": ("fp32", None), "1": ("fp32", None)}, 1.0)
     assert math.isnan(telemetry.units["0"].amax)
     net[0](torch.tensor([1, 1, 2])).sum().backward()
-    telemetry.sample_gradients(list(net.parameters()), {"0": ("fp32", None), "1": ("fp32", None)}, 1.0)
+    sample_gradients(telemetry, net, {"0": ("fp32", None), "1": ("fp32", None)}, 1.0)
     assert telemetry.units["0"].amax == 2.0
 
 
@@ -243,7 +286,7 @@ def test_state_is_primitive_and_goes_round() -> None:
     telemetry.note_loss(torch.tensor(1.0))
     note(telemetry, net, total=3.0, clipped=True, scale=512.0)
     telemetry.note_skipped()
-    telemetry.sample_gradients(list(net.parameters()), {"0": ("bf16", "fp16"), "1": ("fp32", None)}, 1.0)
+    sample_gradients(telemetry, net, {"0": ("bf16", "fp16"), "1": ("fp32", None)}, 1.0)
     telemetry.note_outputs([record("0", -5.0, 2.0), record("1", 0.0, math.inf)])
     state = json.loads(json.dumps(telemetry.state_dict()))
     _, other = made(2, 2)
