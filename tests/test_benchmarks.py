@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from benchmarks import docs, store, train
+from benchmarks import docs, overhead, store, train
 from benchmarks.arms import ARMS, Arm
 from benchmarks.bare import HAND, measure_bare
 from benchmarks.figures import Findings, RowTimes, last_line, ratio
@@ -30,7 +30,7 @@ from benchmarks.report import as_markdown, as_text, tables
 from benchmarks.setups import in_setups
 from benchmarks.store import Job
 from benchmarks.targets import TARGETS, Target, judge
-from benchmarks.turns import Run
+from benchmarks.turns import Lap, Run
 from benchmarks.workloads import GPT, MEMORY_ROWS, MLP, WORKLOADS, Workload
 
 TINY = Workload("mlp-8-4", lambda make: MLP(make, 8), lambda: torch.randn(4, 64), 10, 2)
@@ -266,6 +266,22 @@ def test_rates_of_memory_go_by_its_size() -> None:
 
 def test_ratios_are_taken_within_rounds() -> None:
     assert ratio([2.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == (2.0, 0.25)
+
+
+def test_an_overhead_is_that_of_the_same_round() -> None:
+    laps = {"plain": [Lap(1.0, 0.0, 0.0), Lap(2.0, 0.0, 0.0), Lap(4.0, 0.0, 0.0)]}
+    laps["net"] = [
+        Lap(lap.thread_s * factor, 9.0, 9.0) for lap, factor in zip(laps["plain"], (1.5, 1.1, 0.9), strict=True)
+    ]
+    assert overhead.overheads(laps) == {"net": pytest.approx(0.1)}
+
+
+def test_arms_of_the_overhead_compute_in_float32_only() -> None:
+    found = measure_fits(TINY, overhead.ARMS, rounds=1, steps=3)
+    assert set(overhead.overheads(found["laps"])) == {"guard", "no copies", "net"}
+    assert {name for formats in found["formats"].values() for name in formats.values()} == {"fp32"}
+    losses = found["final_loss"].values()
+    assert max(losses) == pytest.approx(min(losses), rel=1e-4)
 
 
 def test_the_clock_goes_by_the_threads() -> None:
