@@ -16,6 +16,7 @@ from autoprec.hardware.probing import Facts
 
 DOCUMENTATION = Path(__file__).resolve().parents[1] / "docs" / "hardware.md"
 GPU = torch.device("cuda", 0)
+Pretend = Callable[..., Device]
 
 SOURCE = """
 schema = 1
@@ -48,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def pretend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Device]:
+def pretend(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Pretend:
     """Describes a device that answers as told."""
 
     def described(**facts: Any) -> Device:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,17 +15,15 @@ import pytest
 import torch
 
 from autoprec import FORMATS
-from autoprec.hardware import Device, describe, devices, isa, native_formats, probing, reload
+from autoprec.hardware import describe, devices, isa, native_formats, probing, reload
 from autoprec.hardware.probing import Facts
-from tests.hardware_rows import GPU, folder, pretend
+from tests.hardware_rows import GPU, Pretend, folder, pretend
 
 __all__ = ["folder", "pretend"]
 
 CPU = torch.device("cpu")
 ZEN = frozenset({"avx2", "fma3", "avx512_f", "avx512_vnni", "avx512_bf16"})
 SAPPHIRE_RAPIDS = ZEN | {"avx512_fp16", "amx_bf16", "amx_int8"}
-
-Pretend = Callable[..., Device]
 
 
 def test_this_cpu_is_described(folder: Path) -> None:
@@ -50,7 +47,12 @@ def test_native_formats_agree_with_what_torch_says_of_the_cpu(folder: Path) -> N
 def test_a_description_is_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
     probe = probing.probe
-    monkeypatch.setattr(probing, "probe", lambda device: asked.append(device) or probe(device))
+
+    def counted(device: torch.device) -> Facts:
+        asked.append(device)
+        return probe(device)
+
+    monkeypatch.setattr(probing, "probe", counted)
     for _ in range(3):
         native_formats(CPU)
         describe(CPU)

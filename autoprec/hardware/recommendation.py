@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoprec.formats import nearest, rank
+from autoprec.formats import get_format, nearest, rank
 from autoprec.hardware.database import read_toml
 from autoprec.hardware.detection import describe
 from autoprec.hardware.device import Device, Source
@@ -135,13 +135,15 @@ def _row(rows: Sequence[RecommendationRow], scenario: str, bound: str, family: s
 
 
 def _choose(device: Device, names: Sequence[str], bound: str) -> tuple[str, dict[str, str]]:
-    """The first format that is native and, where arithmetic limits, faster than the next one."""
+    """The first format that is native and, where arithmetic limits, faster than the next one with more bits."""
     passed_over: dict[str, str] = {}
     for position, name in enumerate(names):
         if name not in device.native:
             passed_over[name] = "emulated on this device"
             continue
-        wider = next((other for other in names[position + 1 :] if other in device.native), "fp32")
+        bits = get_format(name).bits
+        later = [other for other in names[position + 1 :] if other in device.native]
+        wider = next((other for other in later if get_format(other).bits > bits), "fp32")
         ratio = device.ratio(name, wider)
         if bound == "compute" and name != wider and ratio is not None and ratio <= 1.0:
             passed_over[name] = f"no faster than {wider} by the stated rates"
