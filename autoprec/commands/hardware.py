@@ -28,13 +28,13 @@ Examples:
 
     autoprec hardware
 
-    autoprec hardware --all                          # every device that the database knows
+    autoprec hardware --all                        # every known device
 
-    autoprec hardware --family ada                   # one family, with its documents
+    autoprec hardware --family ada                 # with its documents
 
-    autoprec hardware --recommend training-large     # formats for this machine, with the reason
+    autoprec hardware --recommend training-large   # formats for it here
 
-    autoprec hardware --check my_card.toml           # is this file right?
+    autoprec hardware --check my_card.toml         # is this file right?
 
     autoprec hardware --json
 """

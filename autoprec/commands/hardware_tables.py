@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ def of_device(device: Device) -> RenderableType:
 
 
 def _remark(rate: FormatRate) -> str:
-    others = [f"{_number(value)} summed in {kind}" for kind, value in rate.other_tflops.items()]
+    others = [f"{_number(value)} summed in {kind}" for kind, value in rate.other_tflops.items() if value != rate.tflops]
     return "; ".join([*others, *([rate.note] if rate.note else [])])
 
 
@@ -157,13 +158,13 @@ def of_recommendation(found: Recommendation, title: str) -> RenderableType:
     for kind, name in found.by_kind.items():
         why = "; ".join(f"{other}: {reason}" for other, reason in found.passed_over.get(kind, {}).items())
         table.add_row(kind, name, escape(why))
-    formats = ", ".join(f'"{name}"' for name in found.formats)
+    formats = json.dumps(found.formats)[1:-1] + ("," if len(found.formats) == 1 else "")
     pairs = [
         ("scenario", f"{found.scenario}: {title}"),
         ("limited by", found.bound),
         ("reason", found.reason),
         ("loss scale", "needed for fp16" if found.needs_loss_scale else ""),
-        ("use", f"AutoPrecisionConfig(formats=({formats},))"),
+        ("use", f"AutoPrecisionConfig(formats=({formats}))"),
         *_documents([found.source]),
     ]
     heading = Text.assemble((found.device, "bold"), f"  family {found.family}")
