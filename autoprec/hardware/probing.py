@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from autoprec.hardware.isa import WIDE, cpu_flags, limit
+from autoprec.machine_load import total_bytes
 
 _CPUINFO = Path("/proc/cpuinfo")
 _MAX_CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq")
@@ -75,7 +76,7 @@ def _cpu(device: torch.device) -> Facts:
         notes.append("This torch was built without oneDNN, so that only fp32 is computed by the CPU itself.")
     return Facts(
         device_type="cpu",
-        name=_processor_name(),
+        name=processor_name(),
         capability=_machine(),
         memory_bytes=_host_memory(),
         flags=flags,
@@ -116,7 +117,7 @@ def _mps(device: torch.device) -> Facts:
     ask = getattr(torch.backends.mps, "get_name", None)  # younger than the oldest torch in the range
     return Facts(
         device_type="mps",
-        name=ask() if ask is not None else _processor_name(),
+        name=ask() if ask is not None else processor_name(),
         memory_bytes=torch.mps.recommended_max_memory(),
     )
 
@@ -126,7 +127,8 @@ def _machine() -> str:
     return "x86_64" if machine in ("amd64", "x86-64") else machine
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
+    """Returns the processor's name as the system tells it."""
     if platform.system() == "Darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -159,6 +161,9 @@ def _clock() -> float | None:
 
 
 def _host_memory() -> int | None:
+    found = total_bytes()
+    if found is not None:
+        return found
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):  # Windows
