@@ -5,7 +5,8 @@ READY := .venv/ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 STAMPS := build/stamps
 KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
-SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(KERNELS)
+DATA := $(wildcard autoprec/hardware/data/*.toml autoprec/hardware/data/*/*.toml)
+SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(DATA) $(KERNELS)
 
 .PHONY: demo test slow lint types imports check bench bench-quick convergence divergence sanitize triton-aot zoo \
 	range-lowest range-newest range chaos check-all clean

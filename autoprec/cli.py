@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autoprec import __version__
 from autoprec.demo.machine import version
 
 if TYPE_CHECKING:
+    import torch
     import typer
 
 # modules of the extras that this version uses
@@ -21,7 +22,6 @@ _EXTRAS = {"cli": ("typer", "rich", "matplotlib", "sklearn"), "compress": ("zsta
 _UNUSED_EXTRAS = ("rl", "sweep", "wandb", "report", "monitor", "ray")  # named for parts that are still to come
 _INSTALL = "Run `pip install '.[cli]'` in a checkout of autoprec."
 MIN_MINUTES = 1.0
-_CPU_FLAGS = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_bf16", "amx_int8", "amx_fp16")
 
 _APP_HELP = """Sets number formats layer by layer, loss scale and gradient clipping while a Lightning model trains.
 
@@ -31,7 +31,8 @@ In your own training there is nothing to run here: add the callback to the Train
 
     Trainer(callbacks=[AutoPrecisionCallback()])
 
-Start with `autoprec doctor` (what this machine computes itself), then `autoprec demo` (a comparison, measured here).
+Start with `autoprec doctor` (what this machine computes itself; `autoprec hardware` has the rates), then
+`autoprec demo` (a comparison, measured here).
 """
 _DEMO_HELP = """Trains two models with and without autoprec, side by side, and compares step time and loss.
 
@@ -101,6 +102,8 @@ def build_app() -> typer.Typer:
     """
     import typer
 
+    from autoprec.commands import hardware
+
     app = typer.Typer(
         help=_APP_HELP,
         no_args_is_help=True,
@@ -140,6 +143,8 @@ def build_app() -> typer.Typer:
     def doctor() -> None:
         for line in diagnosis():
             typer.echo(line)
+
+    hardware.add_to(app)
 
     @app.command("version", help="Prints the version.")
     def version_() -> None:
@@ -184,12 +189,14 @@ def diagnosis() -> list[str]:
     """Returns what this machine computes itself, what is emulated on it, and what is installed, line by line."""
     import torch
 
+    from autoprec.hardware import devices
+
     lines = [
         f"autoprec   {__version__}, Python {platform.python_version()}, {platform.platform()}",
         f"torch      {torch.__version__}, lightning {version('lightning')}",
         f"threads    {torch.get_num_threads()}",
     ]
-    for device in _devices():
+    for device in devices():
         lines += _device_lines(device)
     for extra in _EXTRAS:
         missing = _missing(extra)
@@ -202,37 +209,19 @@ def _missing(extra: str) -> list[str]:
     return [module for module in _EXTRAS[extra] if importlib.util.find_spec(module) is None]
 
 
-def _devices() -> list[str]:
-    import torch
-
-    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-
-
-def _device_lines(name: str) -> list[str]:
-    import torch
-
+def _device_lines(device: torch.device) -> list[str]:
     from autoprec.formats import FORMATS
-    from autoprec.hardware import native_formats
+    from autoprec.hardware import describe
 
-    device = torch.device(name)
-    native = native_formats(device)
-    emulated = [format_name for format_name in FORMATS if format_name not in native]
-    described = _cpu_flags() if device.type == "cpu" else torch.cuda.get_device_name(device)
+    described = describe(device)
+    emulated = [name for name in FORMATS if name not in described.native]
+    rows = ", ".join(described.row) or f"family {described.family}"
     return [
-        f"device     {name}: {described}",
-        f"  native   {', '.join(native)}",
+        f"device     {described.device}: {described.name}, {rows}",
+        f"  native   {', '.join(described.native)}",
         f"  emulated {', '.join(emulated) or 'none'}",
+        *(f"  note     {note}" for note in described.notes),
     ]
-
-
-def _cpu_flags() -> str:
-    import torch
-
-    described = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
-    # younger than the oldest torch in the range
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    flags = [f"{name} {'yes' if capabilities[name] else 'no'}" for name in _CPU_FLAGS if name in capabilities]
-    return ", ".join([described, *flags])
 
 
 if __name__ == "__main__":

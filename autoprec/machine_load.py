@@ -31,8 +31,8 @@ class MachineLoad:
             # what torch keeps for itself is free for the next batch
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
             return 1.0 - (free + cached) / total
-        total_bytes = _total_bytes()
-        return 1.0 - free_bytes() / total_bytes if total_bytes else math.nan
+        host = total_bytes()
+        return 1.0 - free_bytes() / host if host else math.nan
 
     def utilization(self) -> float:
         """Share of the time since the last call that the device was busy; NaN if it is not known.
@@ -79,7 +79,8 @@ def _left_in_cgroup() -> int | None:
         return None
 
 
-def _total_bytes() -> int | None:
+def total_bytes() -> int | None:
+    """Host memory in all, less where a limit is set; ``None`` if it is not known."""
     found = [_meminfo("MemTotal:"), _cgroup_limit()]
     return min([each for each in found if each is not None], default=None)
 

@@ -30,6 +30,7 @@ warnings.simplefilter("ignore")
 from autoprec.ops import implementations
 import autoprec, autoprec.envs, autoprec.policies
 from autoprec import AutoPrecisionCallback
+from autoprec.hardware import database
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -38,7 +39,7 @@ quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 Trainer(accelerator="cpu", max_steps=4, limit_val_batches=0, callbacks=[callback], **quiet).fit(BoringModel())
 modules = [autoprec, autoprec.envs, autoprec.policies]
 print(json.dumps({"files": [m.__file__ for m in modules], "applied": callback.applied_steps,
-                  "cpu": implementations()["cpu"].detail}))
+                  "cpu": implementations()["cpu"].detail, "families": len(database.load().families)}))
 """
 
 
@@ -65,7 +66,7 @@ def contents(wheel: Path) -> set[str]:
 
 
 def is_code(path: Path) -> bool:
-    return path.suffix in (".py", ".c", ".h")
+    return path.suffix in (".py", ".c", ".h", ".toml")
 
 
 def kernels(files: set[str]) -> set[str]:
@@ -74,9 +75,9 @@ def kernels(files: set[str]) -> set[str]:
 
 
 def sources() -> set[str]:
-    """Every file of code in the checkout, under its name in the wheel."""
+    """Every file of code and of data in the checkout, under its name in the wheel."""
     files = [
-        path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.[pch]*") if is_code(path)
+        path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.[pcht]*") if is_code(path)
     ]
     return {str(path) if path.parts[0] == "autoprec" else f"autoprec/{path}" for path in files}
 
@@ -135,6 +136,7 @@ def test_fit_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["applied"] == 4
     assert result["cpu"].startswith("C kernels")
+    assert result["families"] == 13
     for file in result["files"]:
         assert packages in Path(file).parents
 

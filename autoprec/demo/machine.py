@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec import __version__
+from autoprec.hardware.probing import processor_name
 
 
 def circumstances(threads: int) -> dict[str, Any]:
@@ -41,13 +42,3 @@ def version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-def processor_name() -> str:
-    """Returns the processor's name as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
