@@ -207,7 +207,11 @@ class AutoPrecision(WrappedPrecision):
         steering.is_in_step = True
         try:
             is_fast = self._stepping is not None and self._stepping.hand_out()
-            with self.base.train_step_context(), formats_region(steering, is_training=True, runs_on_copies=is_fast):
+            with (
+                self.base.train_step_context(),
+                formats_region(steering, is_training=True, runs_on_copies=is_fast),
+                steering.rounding.region(steering.is_compiled),
+            ):
                 yield
         finally:
             steering.is_in_step = False

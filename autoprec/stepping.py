@@ -311,7 +311,7 @@ class Stepping:
         if not is_usable:
             raise _StepSkipped(result)
         if steering.is_sampling and gradients.parameters:
-            steering.sample(gradients)
+            steering.sample(gradients, optimizer)
         self._arm(optimizer, gradients)
 
     def _arm(self, optimizer: Any, gradients: Gradients) -> None:
