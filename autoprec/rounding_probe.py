@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from autoprec.formats import get_format
 from autoprec.layers import ModuleState, first_tensor, is_measurable
 from autoprec.planning import FormatErrors, UnitErrors
+from autoprec.runners import is_functorch_active
 from autoprec.unit_rounding import RelativeError, UnitRounding
 from autoprec.units import Unit
 from autoprec.what_if import Sample, take_rows, take_sample
@@ -107,7 +108,7 @@ class RoundingProbe:
 
         def note_call(module: nn.Module, args: Any, output: Any) -> None:
             y = first_tensor(output)
-            if y is None or not is_measurable(y) or torch.compiler.is_compiling() or self._is_other_thread():
+            if y is None or not is_measurable(y) or self._is_elsewhere():
                 return
             with torch.no_grad():
                 self._last_positions = y.numel() / (y.shape[1] if state.unit.kind == "conv" else y.shape[-1])
@@ -116,10 +117,14 @@ class RoundingProbe:
                 x = first_tensor(args)
                 if x is not None and is_measurable(x):
                     unit.note_input(take_sample(x))
-            if y.requires_grad:
+            if y.grad_fn is not None:  # a hook on a parameter would stay
                 y.register_hook(self._gradient_hook(unit, sample))
 
         return note_call
+
+    def _is_elsewhere(self) -> bool:
+        """Whether a forward is not simply one of the training step."""
+        return torch.compiler.is_compiling() or is_functorch_active() or self._is_other_thread()
 
     def _gradient_hook(self, unit: UnitRounding, sample: Sample) -> Callable[[Tensor], None]:
         def note_gradient(gradient: Tensor) -> None:

@@ -169,11 +169,12 @@ class UnitRounding:
         known = self._relative.get(each.name, RelativeError(number, expected_error(output), gradient, number))
         x, y = self._inputs.relative_error(index), self._outputs.relative_error(index)
         g = self._outputs.gradient_error(index)
+        eps = self._outputs.eps if self._outputs else 1.0  # what was not seen is not known either
         weights = self._weights or self._frozen
         return RelativeError(
             input=x if self._inputs.eps < each.eps else max(x, known.input),
-            output=y if self._outputs.eps < output.eps else max(y, known.output),
-            gradient=g if self._outputs.eps < each.gradient_format.eps else max(g, known.gradient),
+            output=y if eps < output.eps else max(y, known.output),
+            gradient=g if eps < each.gradient_format.eps else max(g, known.gradient),
             weight=weights.relative_error(index),
         )
 

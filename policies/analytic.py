@@ -83,7 +83,9 @@ class PlanningController(Controller):
             self._wait = max(self._wait - 1, 0)
             return None
         if not any(unit.errors.formats for unit in self._facts.units):
-            self._note = "no layer has had a gradient yet, nothing is planned"
+            is_open = any(len(unit.legal) > 1 for unit in self._facts.units)
+            why = "no layer has had a gradient yet" if is_open else "no layer has a choice of formats"
+            self._note = f"{why}, nothing is planned"
             return None
         self._wait, self._is_over = max(self.config.replan - 1, 0), self.config.replan == 0
         return Action(precision=self._planned())

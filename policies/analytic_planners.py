@@ -132,8 +132,9 @@ class _Planner(ABC):
             if unit.name not in formats:
                 continue
             name = formats[unit.name]
-            cost, wide = times[unit.name][name], max(times[unit.name].values())
-            text = f"{self.measure} {harm[unit.name][name]:.2g}, cost {cost:.3g} of {wide:.3g}"
+            row, wide = times[unit.name], min(times[unit.name], key=rank)
+            share = row[name] / row[wide] if row[wide] else 1.0
+            text = f"{self.measure} {harm[unit.name][name]:.2g}, {share:.0%} of its time in {wide}"
             barred = [why for each, why in unit.errors.reasons.items() if rank(each) > rank(name)]
             reasons[unit.name] = "; ".join([text, *barred])
         return reasons

@@ -34,6 +34,7 @@ def probed(
     losses: Sequence[Callable[[], Tensor]],
     optimizer: Optimizer | None = None,
     formats: Sequence[str] = TRIED,
+    is_compiled: bool = False,
     **options: Any,
 ) -> dict[str, UnitErrors]:
     """Errors of all units after one window with so many micro-batches."""
@@ -43,7 +44,7 @@ def probed(
     probe.begin_window({u.name: [f for f in formats if f in u.legal] for u in units if u.reason is None}, **settings)
     root.zero_grad()
     for loss in losses:
-        with probe.region(is_compiled=False):
+        with probe.region(is_compiled):
             value = loss()
         (value / len(losses) / settings["inv_scale"]).backward()
     trained = [parameter for parameter in root.parameters() if parameter.grad is not None]
@@ -281,6 +282,43 @@ def test_checkpointed_forwards_and_hooks_of_the_user() -> None:
     assert seen == [1] * 4
     handle.remove()
     detach(units)
+
+
+class Table(nn.Module):
+    """Returns its parameter, which must not keep a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self) -> Tensor:
+        weight: Tensor = self.weight
+        return weight
+
+
+def test_parameters_and_batched_tensors() -> None:
+    torch.manual_seed(0)
+    table, layer, x = Table(), nn.Linear(4, 4), torch.randn(6, 4)
+    net = nn.ModuleList([table, layer])
+
+    def loss() -> Tensor:
+        rows = torch.func.vmap(layer)(x)
+        return (rows @ table()).square().mean() + layer(x).square().mean()
+
+    errors = probed(net, [loss], formats=("fp32", "bf16"))
+    assert table.weight._backward_hooks is None or not table.weight._backward_hooks
+    assert errors["1"].elements == 24
+    assert errors["0"].formats["bf16"].fisher > 0
+
+
+def test_under_the_compiler_weights_alone_are_looked_at() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(16, 8)
+    whole = probed(net, [lambda: net(x).square().mean()])["2"].formats["bf16"]
+    weights = probed(net, [lambda: net(x).square().mean()], is_compiled=True)["2"]
+    assert weights.elements == 0
+    assert 0 < weights.formats["bf16"].fisher < whole.fisher
+    assert weights.formats["bf16"].passed_gradient == pytest.approx(whole.passed_gradient, rel=0.5)
 
 
 # what is known of a format that the layer already runs in
