@@ -302,8 +302,9 @@ def test_parameters_and_batched_tensors() -> None:
     net = nn.ModuleList([table, layer])
 
     def loss() -> Tensor:
-        rows = torch.func.vmap(layer)(x)
-        return (rows @ table()).square().mean() + layer(x).square().mean()
+        rows: Tensor = torch.func.vmap(layer)(x)
+        value: Tensor = (rows @ table()).square().mean() + layer(x).square().mean()
+        return value
 
     errors = probed(net, [loss], formats=("fp32", "bf16"))
     assert table.weight._backward_hooks is None or not table.weight._backward_hooks
