@@ -61,9 +61,8 @@ class RoundingProbe:
             scale: Loss scale that a format would have that needs one.
             headroom_bits: Bits below the largest value of a format from where on a tensor counts as overflowing.
         """
+        self.close()
         self.is_open = True
-        self._positions = self._last_positions = 0.0
-        self._open = {}
         for name, names in formats.items():
             known = self._relative.setdefault(name, {})
             tried = [get_format(each) for each in names]
@@ -100,6 +99,7 @@ class RoundingProbe:
         """Drops what a window has kept."""
         self.is_open = False
         self._open = {}
+        self._positions = self._last_positions = 0.0
 
     # ---- measuring ----
 

@@ -57,12 +57,13 @@ class PlanningController(Controller):
         self._begin()
 
     def note_facts(self, facts: ModelFacts) -> None:
-        """Keeps the facts for the next plan.
+        """Keeps the facts if the next question makes a plan of them.
 
         Args:
             facts: What is known.
         """
-        self._facts = facts
+        if self.wants_errors() or not self.planner.needs_errors:
+            self._facts = facts
 
     def wants_errors(self) -> bool:
         """Returns whether the next decision makes a plan."""
@@ -70,7 +71,7 @@ class PlanningController(Controller):
 
     def initial_map(self) -> Mapping[str, str] | None:
         """Returns the map of a planner that needs no errors, else ``None``."""
-        return None if self.planner.needs_errors else self._planned()
+        return None if self.planner.needs_errors else self._planned(self._facts)
 
     def decide(self, observation: Observation) -> Action | None:
         """Returns what the plan changes, if one is due.
@@ -82,20 +83,21 @@ class PlanningController(Controller):
         if not self.wants_errors():
             self._wait = max(self._wait - 1, 0)
             return None
-        if not any(unit.errors.formats for unit in self._facts.units):
-            is_open = any(len(unit.legal) > 1 for unit in self._facts.units)
+        facts, self._facts = self._facts, ModelFacts()
+        if not any(unit.errors.formats for unit in facts.units):
+            is_open = any(len(unit.legal) > 1 for unit in facts.units)
             why = "no layer has had a gradient yet" if is_open else "no layer has a choice of formats"
             self._note = f"{why}, nothing is planned"
             return None
         self._wait, self._is_over = max(self.config.replan - 1, 0), self.config.replan == 0
-        return Action(precision=self._planned())
+        return Action(precision=self._planned(facts))
 
-    def _planned(self) -> dict[str, str]:
-        plan = self.planner.plan(self._facts)
+    def _planned(self, facts: ModelFacts) -> dict[str, str]:
+        plan = self.planner.plan(facts)
         self._reasons, self._note = dict(plan.reasons), plan.note
         return {
             unit.name: plan.formats[unit.name]
-            for unit in self._facts.units
+            for unit in facts.units
             if plan.formats.get(unit.name, unit.format) != unit.format
         }
 
