@@ -70,12 +70,12 @@ class RoundingProbe:
 
     @contextmanager
     def region(self, is_compiled: bool) -> Iterator[None]:
-        """Looks at the outputs of a forward, if the window is open.
+        """Looks at the outputs of a forward; the window is open.
 
         Args:
             is_compiled: Whether a hook would make the compiler start anew. Then only weights are looked at.
         """
-        if not self.is_open or is_compiled:
+        if is_compiled:
             yield
             return
         states = [state for name in self._open for state in self._units[name].states]

@@ -39,18 +39,20 @@ def options_of(facts: ModelFacts, costs: CostTable) -> dict[str, dict[str, Optio
         costs: What formats cost.
     """
     options: dict[str, dict[str, Option]] = {}
+    estimate = MultiplicationCosts(facts.units)
     for unit in facts.units:
-        found = {name: option for name in unit.legal if (option := _option(unit, name, costs)) is not None}
+        found = {name: option for name in unit.legal if (option := _option(unit, name, costs, estimate)) is not None}
         if found:
             options[unit.name] = found
     return options
 
 
-def _option(unit: UnitFacts, name: str, costs: CostTable) -> Option | None:
+def _option(unit: UnitFacts, name: str, costs: CostTable, estimate: MultiplicationCosts) -> Option | None:
     errors, time = unit.errors.formats.get(name), costs.unit_ms(unit.name, name)
     if errors is None or time is None:
         return None
-    return Option(time, float(costs.unit_bytes(unit.name, name) or 0), errors)
+    size = costs.unit_bytes(unit.name, name)
+    return Option(time, float(estimate.unit_bytes(unit.name, name) if size is None else size), errors)
 
 
 def table(options: Options, value: Callable[[str, Option], float]) -> dict[str, dict[str, float]]:

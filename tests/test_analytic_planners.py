@@ -183,6 +183,15 @@ def test_what_was_not_measured_or_has_no_cost_stays_as_it_is() -> None:
     assert plan.note.endswith("by measured times")
 
 
+def test_memory_that_is_not_in_the_table_is_estimated() -> None:
+    """100 weights and 10 outputs: 40 bytes in fp32, 220 in bf16."""
+    times: dict[str, dict[str, float | None]] = {"net": {"fp32": 2.0, "bf16": 1.0}}
+    one = unit("net", {"fp32": 0.0, "bf16": 0.0})
+    facts = ModelFacts(units=(one,), loss=1.0, costs=Costs(times, {"net": {}}))
+    for memory, expected in ((219, "fp32"), (220, "bf16")):
+        assert FisherPlanner(PlanConfig(memory_bytes=memory)).plan(facts).formats == {"net": expected}
+
+
 def test_a_model_without_units() -> None:
     assert FisherPlanner().plan(ModelFacts()).formats == {}
     assert SnipPlanner().plan(ModelFacts()).formats == {}
