@@ -21,6 +21,7 @@ from autoprec.formats import FORMATS, NumberFormat, get_format
 from autoprec.guard import DivergedTrainingError, NonFiniteTrainingError
 from autoprec.history import Decision, History
 from autoprec.map_file import load_map
+from autoprec.plan_config import PlanConfig
 from autoprec.precision import AutoPrecision
 from autoprec.rule import RuleController
 from autoprec.strategy import AutoPrecisionStrategy
@@ -47,6 +48,7 @@ __all__ = [
     "MapController",
     "NonFiniteTrainingError",
     "NumberFormat",
+    "PlanConfig",
     "RollbackConfig",
     "RuleConfig",
     "RuleController",

@@ -23,6 +23,7 @@ from autoprec.controller import Controller, checked_reasons, checked_state
 from autoprec.encoding import decode, encode
 from autoprec.history import Decision
 from autoprec.knobs import Knobs, steered_units
+from autoprec.planning import ModelFacts
 from autoprec.precision import AutoPrecision
 from autoprec.question_thread import LateAnswerError, QuestionThread
 from autoprec.readings import GlobalReading, UnitReading
@@ -32,6 +33,7 @@ T = TypeVar("T")
 _QUESTIONS = (
     *("start", "initial_map", "step_action", "epoch_action"),
     *("decide", "reasons", "state_dict", "load_state_dict"),
+    *("note_facts", "wants_errors", "notes"),
 )
 _LONGEST_REASON = 500
 
@@ -97,6 +99,22 @@ class Asking:
         names, legal = [unit.name for unit in units], [knobs.steerable(unit) for unit in units]
         self._ask("start", lambda: self._controller.start(names, legal))
 
+    def note_facts(self, facts: ModelFacts) -> None:
+        """Tells it what is known about the model.
+
+        Args:
+            facts: What is known.
+        """
+        self._ask("note_facts", lambda: self._controller.note_facts(facts))
+
+    def wants_errors(self) -> bool:
+        """Returns whether it wants errors to be measured before the next decision."""
+        return self._controller.needs_facts and bool(self._ask("wants_errors", self._controller.wants_errors))
+
+    def notes(self) -> list[str]:
+        """Returns what it has to say at the end."""
+        return self._ask("notes", lambda: [str(line) for line in self._controller.notes()]) or []
+
     def first_map(self) -> Action | None:
         """Returns what it wants to begin with."""
         return self._ask("initial_map", lambda: Action(precision=self._controller.initial_map()))
@@ -128,8 +146,11 @@ class Asking:
             return Answer(_without_masked(action, masked), is_move=is_move)
 
         answer = self._ask("decide", decision) or Answer(None)
-        reasons = self._ask("reasons", lambda: checked_reasons(self._controller.reasons())) or {}
-        return answer._replace(reasons=reasons)
+        return answer._replace(reasons=self.reasons())
+
+    def reasons(self) -> Mapping[str, str]:
+        """Returns why it asked for what it asked for last."""
+        return self._ask("reasons", lambda: checked_reasons(self._controller.reasons())) or {}
 
     def state(self) -> dict[str, Any] | None:
         """Returns the controller's state, as a checkpoint may hold it; ``None`` if it is not known."""

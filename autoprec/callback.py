@@ -28,6 +28,7 @@ from autoprec.installation import Installation
 from autoprec.knobs import KNOBS, steered_units
 from autoprec.machine_load import MachineLoad
 from autoprec.map_file import save_map
+from autoprec.plan_facts import read_facts
 from autoprec.precision import AutoPrecision
 from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.steering import Steering
@@ -50,8 +51,8 @@ class AutoPrecisionCallback(Callback):
     Trainer are the same afterwards as before.
 
     Args:
-        policy: Who decides. ``"rule"``, ``"fixed:<format>"``, the path of a map written by :meth:`save_map`, or a
-            :class:`~autoprec.controller.Controller`.
+        policy: Who decides. ``"rule"``, ``"shape"``, ``"fisher"``, ``"snip"``, ``"fixed:<format>"``, the path of a map
+            written by :meth:`save_map`, or a :class:`~autoprec.controller.Controller`.
         knobs: What may be moved, out of ``"precision"``, ``"loss_scale"``, ``"batch_size"`` and ``"clip"``. With none
             the callback only observes, counts and guards, and training is bit-identical to training without it. With
             ``"clip"`` the threshold follows the running median of the gradient norm unless the Trainer has one.
@@ -232,6 +233,8 @@ class AutoPrecisionCallback(Callback):
         if not steered_units(knobs) and "precision" not in knobs.masked and self.verbose:
             rank_zero_info("autoprec: no layer of this model can be steered; loss scale and clipping still are.")
         self._asking.start(knobs)
+        if self.controller.needs_facts:
+            self._asking.note_facts(read_facts(self._fit))
         if self.config.rule.batch != "leave" and not torch.are_deterministic_algorithms_enabled():
             self._load = MachineLoad(trainer.strategy.root_device)
         knobs.accumulation.attach(trainer)
@@ -246,7 +249,8 @@ class AutoPrecisionCallback(Callback):
         if self._is_new and self.controller.looks and (below := steering.knobs.unit_formats.below_their_tier()):
             steering.apply(Action(precision=below), "no layer begins below its tier")
         if self._first_map is not None:
-            self._apply(Answer(self._first_map), f"first map of policy {self.controller.name!r}")
+            reasons = self._asking.reasons() if self.controller.needs_facts else {}
+            self._apply(Answer(self._first_map, reasons), f"first map of policy {self.controller.name!r}")
             self._first_map = None
             steering.requests.warn_of_unknown_names()
 
@@ -343,6 +347,7 @@ class AutoPrecisionCallback(Callback):
             return
         if steering.samples == self._seen_samples:
             steering.is_sampling = True  # the next window is measured, the decision follows it
+            steering.rounding.is_wanted = self._asking.wants_errors()
             return
         self._last_decision, self._seen_samples = steering.applied_steps, steering.samples
         self._decide(trainer)
@@ -355,6 +360,8 @@ class AutoPrecisionCallback(Callback):
         units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered)
         run = read_globals(knobs, steering.telemetry, progress(trainer), self._load)
         record_unoffered(knobs, steering.telemetry, steering.window, unoffered)
+        if self.controller.needs_facts:
+            self._asking.note_facts(read_facts(steering, {unit.name: unit.legal for unit in units}))
         self._apply(self._asking.decide(units, run, knobs.masked), f"policy {self.controller.name!r}")
         steering.telemetry.start_window()
 
@@ -396,7 +403,8 @@ class AutoPrecisionCallback(Callback):
                 " are those that training started with."
             )
         if self.verbose and not trainer.barebones:
-            text = summarize(self._fit, self.controller.name)
+            notes = self._asking.notes() if self.controller.needs_facts else ()
+            text = summarize(self._fit, self.controller.name, notes)
             rank_zero_info(text + no_decision(self._fit, self.interval) if self.controller.looks else text)
 
     @rank_zero_only

@@ -13,6 +13,7 @@ from typing import Literal
 
 from autoprec.config_checks import check_int, check_name, check_real, check_type
 from autoprec.formats import get_format, nearest
+from autoprec.plan_config import PlanConfig
 
 
 def _check_formats(formats: tuple[str, ...] | None) -> None:
@@ -280,6 +281,7 @@ class AutoPrecisionConfig:
         clip: How the clip threshold moves.
         guard: When the guard steps in.
         rule: When the rule moves what.
+        plan: Budgets of policies that plan a whole map.
         batch: Bounds of the batch size, and what the learning rate does when it changes.
         rollback: Copies of the run in host memory, and when it goes back to one.
         decision_timeout_s: Seconds that a controller of the user's may take for an answer. A slower one is abandoned
@@ -299,6 +301,7 @@ class AutoPrecisionConfig:
     clip: ClipConfig = field(default_factory=ClipConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     rule: RuleConfig = field(default_factory=RuleConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     rollback: RollbackConfig = field(default_factory=RollbackConfig)
     decision_timeout_s: float = 60.0
@@ -321,6 +324,7 @@ class AutoPrecisionConfig:
         check_type(self, "clip", ClipConfig)
         check_type(self, "guard", GuardConfig)
         check_type(self, "rule", RuleConfig)
+        check_type(self, "plan", PlanConfig)
         check_type(self, "batch", BatchConfig)
         check_type(self, "rollback", RollbackConfig)
         check_real(self, "decision_timeout_s", lambda v: v > 0.0, "a float > 0, inf for no limit")

@@ -6,6 +6,7 @@ of a map (``map_file``), and whether what a controller asks for is legal.
 
 from __future__ import annotations
 
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from autoprec.config import AutoPrecisionConfig
 from autoprec.encoding import Observation
 from autoprec.formats import FORMATS, get_format, nearest
 from autoprec.map_file import load_map
+from autoprec.planning import ModelFacts
 
 Moves = NDArray[np.integer[Any]]
 
@@ -35,10 +37,12 @@ class Controller(ABC):
     Attributes:
         name: Short name for records and reports.
         looks: Whether ``decide`` looks at the observation, so that a run shorter than the interval needs a word.
+        needs_facts: Whether it is told of the model by ``note_facts``, at the start and before each ``decide``.
     """
 
     name: str = "controller"
     looks: bool = True
+    needs_facts: bool = False
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:  # noqa: B027
         """Begins a run afresh; in a resumed run a state is loaded after it.
@@ -51,6 +55,21 @@ class Controller(ABC):
     def initial_map(self) -> Mapping[str, str] | None:
         """Returns the formats wanted from window 0 on, by unit name or pattern. ``None`` keeps what is there."""
         return None
+
+    def note_facts(self, facts: ModelFacts) -> None:  # noqa: B027
+        """Takes in what is known about the model; called where ``needs_facts`` is set.
+
+        Args:
+            facts: Layers, what they may run in and, where they were wanted, measured errors.
+        """
+
+    def wants_errors(self) -> bool:
+        """Returns whether the facts before the next ``decide`` must hold newly measured errors."""
+        return False
+
+    def notes(self) -> Sequence[str]:
+        """Returns lines for the table at the end of fit."""
+        return ()
 
     def step_action(self, window: int) -> Action | None:
         """Returns what is wanted before an optimizer window.
@@ -219,15 +238,27 @@ class MapController(Controller):
         """Changes nothing."""
 
 
+_BY_NAME = {
+    "rule": "autoprec.rule:RuleController",
+    "shape": "autoprec.policies.analytic:shape_policy",
+    "fisher": "autoprec.policies.analytic:fisher_policy",
+    "snip": "autoprec.policies.analytic:snip_policy",
+}
+"""Policies by name, each with the place of a callable that takes the settings, as an entry point has it. They build on
+this module, so it knows them by name only and imports them on use."""
+
+
 def resolve_policy(policy: str | Path | Controller, config: AutoPrecisionConfig | None = None) -> Controller:
     """Returns the controller that ``policy`` names.
 
     Args:
-        policy: ``"rule"``, ``"fixed:<format>"``, the path of a file written by ``save_map``, or a controller.
+        policy: ``"rule"``, ``"shape"``, ``"fisher"``, ``"snip"``, ``"fixed:<format>"``, the path of a file written by
+            ``save_map``, or a controller.
         config: Settings for a policy made by name.
 
     Raises:
         FileNotFoundError: If the path of a map has no file.
+        ModuleNotFoundError: If a policy needs an extra that is not installed.
         TypeError: If ``policy`` is something else.
         ValueError: If there is no such policy, or the file is not a map.
     """
@@ -238,16 +269,14 @@ def resolve_policy(policy: str | Path | Controller, config: AutoPrecisionConfig 
             f"Passed `policy={policy!r}` with type `{type(policy).__qualname__}`."
             " `policy` must be a policy's name, the path of a map or a Controller."
         )
-    if policy == "rule":
-        # the rule is a controller, so its module imports this one
-        from autoprec.rule import RuleController
-
-        return RuleController(config)
+    if isinstance(policy, str) and policy in _BY_NAME:
+        controller: Controller = pkgutil.resolve_name(_BY_NAME[policy])(config)
+        return controller
     if isinstance(policy, str) and policy in _fixed_names():
         return FixedController(policy.removeprefix("fixed:"))
     if Path(policy).suffix in (".yaml", ".yml") or Path(policy).is_file():
         return MapController(policy)
-    known = ["rule", *_fixed_names()]
+    known = [*_BY_NAME, *_fixed_names()]
     raise ValueError(
         f"Passed `policy={str(policy)!r}`. Known policies: {sorted(known)}, the path of a map file, or a Controller."
         f"{nearest(str(policy), known)}"

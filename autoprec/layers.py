@@ -83,8 +83,8 @@ class Runtime:
 
     def record(self, state: ModuleState, is_input: bool, value: Any) -> None:
         """Notes the range of the first tensor in ``value``; no synchronisation with the device."""
-        tensor = _first_tensor(value)
-        if tensor is not None and _is_measurable(tensor):
+        tensor = first_tensor(value)
+        if tensor is not None and is_measurable(tensor):
             bounds = torch.stack([bound.float() for bound in torch.aminmax(tensor.detach())])
             self.records.append(Record(state.name, is_input, bounds, tensor.numel() * state.fan_in))
 
@@ -316,20 +316,21 @@ def _call(state: ModuleState, module: nn.Module, args: tuple[Any, ...], kwargs: 
     if runtime.records_all or state.is_watched:
         runtime.record(state, False, output)
     if runtime.on_output is not None:
-        tensor = _first_tensor(output)
+        tensor = first_tensor(output)
         if tensor is not None:
             runtime.on_output(state.name, tensor)
     return output
 
 
-def _is_measurable(tensor: Tensor) -> bool:
-    """Not nested, sparse, quantised, or of another library's class."""
+def is_measurable(tensor: Tensor) -> bool:
+    """Whether a tensor has floats to look at: not nested, sparse, quantised, or of another library's class."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     return is_plain and tensor.is_floating_point() and tensor.numel() > 0
 
 
-def _first_tensor(value: Any) -> Tensor | None:
+def first_tensor(value: Any) -> Tensor | None:
+    """Returns the first tensor in a nest of mappings, tuples and lists, ``None`` if there is none."""
     if isinstance(value, Tensor):
         return value
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return next((found for item in items if (found := _first_tensor(item)) is not None), None)
+    return next((found for item in items if (found := first_tensor(item)) is not None), None)

@@ -37,6 +37,11 @@ class LossScale:
         return self._scale if self.enabled else 1.0
 
     @property
+    def planned(self) -> float:
+        """Factor on the loss as soon as it is in use."""
+        return self._scale
+
+    @property
     def inv_scale(self) -> float:
         """Factor that takes the loss scale off a gradient."""
         return 1.0 / self.scale

@@ -43,6 +43,7 @@ _ANOMALY = (
     " finite. In low precision such steps are normal. Leave `detect_anomaly` off, or look for a fault of the model in"
     " fp32."
 )
+_NOTHING = contextlib.nullcontext()
 
 
 class AutoPrecision(WrappedPrecision):
@@ -205,9 +206,15 @@ class AutoPrecision(WrappedPrecision):
             return
         steering.begin_step()
         steering.is_in_step = True
+        probe = steering.rounding
+        looking = probe.region(steering.is_compiled) if probe.is_open else _NOTHING
         try:
             is_fast = self._stepping is not None and self._stepping.hand_out()
-            with self.base.train_step_context(), formats_region(steering, is_training=True, runs_on_copies=is_fast):
+            with (
+                self.base.train_step_context(),
+                formats_region(steering, is_training=True, runs_on_copies=is_fast),
+                looking,
+            ):
                 yield
         finally:
             steering.is_in_step = False

@@ -33,6 +33,7 @@ from autoprec.manual_scaling import ManualScaling
 from autoprec.memory_errors import free_memory
 from autoprec.request_queue import RequestQueue
 from autoprec.rescue import Rescue
+from autoprec.rounding_probe import RoundingProbe
 from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.schedules import ScheduleHold
 from autoprec.telemetry import Telemetry
@@ -87,6 +88,7 @@ class Steering(Counters):
             prepare(units, self.runtime)
         self.knobs = Knobs(units, self.runtime, config, masked, base, loss_scale, self.history)
         self.telemetry = Telemetry(units, config.clip.window)
+        self.rounding = RoundingProbe(units, self.runtime.is_other_thread)
         self.knobs.batch_size.on_lost = self._note_lost
         self.lower_batch_size: Callable[[int], bool] | None = self._lower_batch_size
         self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
@@ -145,6 +147,7 @@ class Steering(Counters):
     def release(self) -> None:
         """Leaves module and schedules as they were found; what was measured and decided stays readable."""
         self.fallback.release()
+        self.rounding.close()
         self.schedules.detach()
         self.learning_rate.detach()
         self.coupling.release()
@@ -206,7 +209,16 @@ class Steering(Counters):
         self.runtime.records_all = self.is_sampling
         # several optimizers, and backwards that the user arranges, have no gradient that is known to be one mean
         self.telemetry.noise.begin_window(self.is_sampling and self.is_automatic)
+        if self.is_sampling and self.rounding.is_wanted:
+            self._begin_rounding()
         self.backwards = self._earlier_rows = 0
+
+    def _begin_rounding(self) -> None:
+        knobs = self.knobs
+        formats = {unit.name: names for unit in steered_units(knobs) if len(names := knobs.steerable(unit)) > 1}
+        self.rounding.begin_window(
+            formats, knobs.loss_scale.inv_scale, knobs.loss_scale.planned, self.config.plan.headroom_bits
+        )
 
     def finish_window(self) -> None:
         """Closes the window if a step was attempted: loss scale, guard, telemetry. Safe to call at any time."""
@@ -219,10 +231,13 @@ class Steering(Counters):
             self.knobs.move_loss_scale(self._found_inf, self.window + 1)
         if self.is_sampling and self._has_counted and not self._found_inf:
             self.telemetry.note_outputs(self.runtime.records)
+            self.rounding.commit()
             self.is_sampling = False
             self.samples += 1
         if self.telemetry.noise.is_open:
             self.telemetry.noise.close()
+        if self.rounding.is_open:
+            self.rounding.close()
         if self.knobs.is_steering:
             self._compilation.look()
             self.knobs.unit_formats.map_limit = self._compilation.map_limit
@@ -354,10 +369,17 @@ class Steering(Counters):
 
     # ---- steps ----
 
-    def sample(self, gradients: Gradients) -> None:
-        """Measures the gradients of a step in detail, before they are clipped, for the decision after it."""
-        formats, scale = self.knobs.unit_formats.current_and_lower(), self.knobs.loss_scale.scale
-        self.telemetry.sample_gradients(gradients.parameters, gradients.grads(), gradients.factor, formats, scale)
+    def sample(self, gradients: Gradients, optimizer: Any = None) -> None:
+        """Measures the gradients of a step in detail, before they are clipped, for the decision after it.
+
+        Args:
+            gradients: What the step uses.
+            optimizer: Takes the step.
+        """
+        grads, factor, scale = gradients.grads(), gradients.factor, self.knobs.loss_scale.scale
+        self.rounding.note_step(gradients.parameters, grads, factor, optimizer)
+        formats = self.knobs.unit_formats.current_and_lower()
+        self.telemetry.sample_gradients(gradients.parameters, grads, factor, formats, scale)
         self.telemetry.sample_weights(steered_units(self.knobs), formats)
 
     def on_applied(self, gradients: Gradients, optimizer: int = 0) -> None:
@@ -448,6 +470,7 @@ class Steering(Counters):
             "records_inputs": self.runtime.records_inputs,
             "knobs": self.knobs.state_dict(),
             "telemetry": self.telemetry.state_dict(),
+            "rounding": self.rounding.state_dict(),
             "schedules": self.schedules.state(),
             "plan": self.coupling.state_dict(),
             "learning_rate": self.learning_rate.state_dict(),
@@ -475,6 +498,8 @@ class Steering(Counters):
         self.requests.load(state["pending"])
         self.history.load(state["history"])
         self.telemetry.load_state_dict(state["telemetry"])
+        if "rounding" in state:  # not in a checkpoint of an earlier version
+            self.rounding.load_state_dict(state["rounding"])
         self.knobs.load_state_dict(state["knobs"], self.window)
         self.coupling.load_state_dict(state.get("plan"))
         self._seen_changes = self.knobs.changes - bool(state.get("has_new_formats", False))

@@ -317,7 +317,7 @@ class Stepping:
             grads = dict(zip(map(id, gradients.parameters), gradients.grads(), strict=True))
             noise.note_step(list(self._plugin.main_params(optimizer)), grads, gradients.factor * self._parts)
         if steering.is_sampling and gradients.parameters and gradients.is_finite:
-            steering.sample(gradients)
+            steering.sample(gradients, optimizer)
 
     def _arm(self, optimizer: Any, gradients: Gradients) -> None:
         """Lets the kernel take the step, if it can."""

@@ -45,16 +45,18 @@ def mean_bits(knobs: Knobs) -> float:
     return sum(get_format(knobs.formats[unit.name]).bits * unit.parameter_count for unit in units) / total
 
 
-def summarize(steering: Steering, policy: str) -> str:
+def summarize(steering: Steering, policy: str, notes: Sequence[str] = ()) -> str:
     """Describes a finished fit in a few lines of text.
 
     Args:
         steering: State of the fit.
         policy: Name of the policy.
+        notes: What it has to say.
     """
     knobs = steering.knobs
     lines = [f"autoprec, policy {policy}, started from {knobs.base.precision}"]
     lines += _format_lines(steering)
+    lines += [f"  plan       {note}" for note in notes]
     lines += _step_lines(steering)
     if knobs.loss_scale.enabled:
         lines.append(f"  loss scale {knobs.loss_scale.scale:g}")

@@ -1,5 +1,5 @@
-"""Ships as ``autoprec.policies``: learned policies and their training.
+"""Ships as ``autoprec.policies``: policies that plan a whole map (``analytic``), and learned ones once there are any.
 
-Empty in this version: no policy has been trained yet, decisions come from the rules in ``autoprec.rule``. Import it
-as ``autoprec.policies``, never as ``policies``.
+The callback knows them by name only (``policy="fisher"``) and imports them on use. Import it as ``autoprec.policies``,
+never as ``policies``.
 """

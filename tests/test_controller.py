@@ -123,12 +123,12 @@ def test_resolve_controller_and_path(tmp_path: Path) -> None:
         ("fixed:bf61", "fixed:bf16"),
         ("fixed", "fixed:"),
         ("rules", "rule"),
-        ("shape", None),
+        ("quantum", None),
     ],
 )
 def test_unknown_policy_suggests_the_nearest(policy: str, suggestion: str | None) -> None:
     with pytest.raises(
-        ValueError, match=re.escape(f"Passed `policy={policy!r}`. Known policies: ['fixed:bf16',")
+        ValueError, match=re.escape(f"Passed `policy={policy!r}`. Known policies: ['fisher', 'fixed:bf16',")
     ) as info:
         resolve_policy(policy)
     assert (f"Did you mean '{suggestion}" in str(info.value)) == (suggestion is not None)

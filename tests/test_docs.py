@@ -16,7 +16,7 @@ from autoprec import AutoPrecisionCallback
 from tests.small_fits import Plain, loader, quiet
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "docs/usage.md", "docs/behaviour.md", "docs/hardware.md", "CONTRIBUTING.md"]
+PAGES = ["README.md", "docs/usage.md", "docs/behaviour.md", "docs/hardware.md", "docs/policies.md", "CONTRIBUTING.md"]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -24,7 +24,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a fit with every default, as a reader would start
-@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/hardware.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/hardware.md", "docs/policies.md"])
 def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

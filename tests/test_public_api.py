@@ -32,6 +32,7 @@ PUBLIC = [
     "MapController",
     "NonFiniteTrainingError",
     "NumberFormat",
+    "PlanConfig",
     "RollbackConfig",
     "RuleConfig",
     "RuleController",

@@ -30,6 +30,7 @@ from autoprec import (
     ClipConfig,
     GuardConfig,
     LossScaleConfig,
+    PlanConfig,
     RuleConfig,
     RuleController,
     ScriptedController,
@@ -75,6 +76,11 @@ RESTLESS = AutoPrecisionConfig(
 def plain_loader(callback: Callable[[], AutoPrecisionCallback | None]) -> Setup:
     """A torch loader draws a seed per epoch, one more in a resumed run."""
     return Setup(callback, data=lambda: loader(80), is_random_state_carried=False)
+
+
+def planned() -> AutoPrecisionCallback:
+    config = AutoPrecisionConfig(formats=("fp32", "bf16", "fp16"), plan=PlanConfig(replan=2, warmup=1))
+    return AutoPrecisionCallback("fisher", interval=5, config=config, verbose=False)
 
 
 def rule() -> AutoPrecisionCallback:
@@ -329,10 +335,12 @@ RUNS = {"rule": Setup(rule, data=spiked)}
 RUNS["events"] = Setup(
     eventful, Eventful, options={"precision": "bf16-mixed"}, others=[lambda: Asks(13), lambda: Resizes(9)]
 )
-# a window that is measured is skipped in 56; a request waits in 13
+RUNS["planned"] = Setup(planned)
+# a window that is measured is skipped in 56; a request waits in 13; what was measured for a plan waits in 6
 STEPS = [
     *(("rule", step) for step in (1, 13, 21, 36, STOP, 56, 60)),
     *(("events", step) for step in (7, 9, 11, 13, 20)),
+    *(("planned", step) for step in (5, 6, 12, 18)),
 ]
 
 
