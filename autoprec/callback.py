@@ -35,6 +35,7 @@ from autoprec.summary import mean_bits, metrics, no_decision, summarize
 from autoprec.trainer_facts import (
     check_alone,
     check_trainer,
+    expected_training_s,
     first_epoch,
     is_over,
     loader_batch_size,
@@ -232,6 +233,7 @@ class AutoPrecisionCallback(Callback):
         if not steered_units(knobs) and "precision" not in knobs.masked and self.verbose:
             rank_zero_info("autoprec: no layer of this model can be steered; loss scale and clipping still are.")
         self._asking.start(knobs)
+        self._fit.costs.begin(self.controller.looks)
         if self.config.rule.batch != "leave" and not torch.are_deterministic_algorithms_enabled():
             self._load = MachineLoad(trainer.strategy.root_device)
         knobs.accumulation.attach(trainer)
@@ -351,8 +353,9 @@ class AutoPrecisionCallback(Callback):
         steering, knobs = self._fit, self._fit.knobs
         steering.telemetry.flush()
         steering.coupling.follow_noise_scale(steering.telemetry.noise)
-        unoffered = find_unoffered(knobs, steering.telemetry)
-        units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered)
+        steering.costs.update(lambda step_s: expected_training_s(trainer, steering.window, step_s))
+        unoffered = find_unoffered(knobs, steering.telemetry, steering.costs)
+        units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered, steering.costs.table)
         run = read_globals(knobs, steering.telemetry, progress(trainer), self._load)
         record_unoffered(knobs, steering.telemetry, steering.window, unoffered)
         self._apply(self._asking.decide(units, run, knobs.masked), f"policy {self.controller.name!r}")

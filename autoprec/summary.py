@@ -65,6 +65,7 @@ def summarize(steering: Steering, policy: str) -> str:
     lines += _noise_lines(steering)
     lines += _batch_lines(steering)
     lines += _kernel_lines(steering)
+    lines += steering.costs.lines()
     lines += _fault_lines(steering)
     lines += [f"  overflow   {name}: {count}" for name, count in steering.fallback.overflows.items()]
     lines += _refusals(steering)
