@@ -357,7 +357,7 @@ class AutoPrecisionCallback(Callback):
         unoffered = find_unoffered(knobs, steering.telemetry, steering.costs)
         units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered, steering.costs.table)
         run = read_globals(knobs, steering.telemetry, progress(trainer), self._load)
-        record_unoffered(knobs, steering.telemetry, steering.window, unoffered)
+        record_unoffered(knobs, steering.telemetry, steering.costs, steering.window, unoffered)
         self._apply(self._asking.decide(units, run, knobs.masked), f"policy {self.controller.name!r}")
         steering.telemetry.start_window()
 

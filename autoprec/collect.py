@@ -68,19 +68,20 @@ def _compute_shares(
     return {name: value / total for name, value in work.items()}
 
 
-def record_unoffered(knobs: Knobs, telemetry: Telemetry, window: int, unoffered: Unoffered) -> None:
+def record_unoffered(knobs: Knobs, telemetry: Telemetry, costs: CostWatch, window: int, unoffered: Unoffered) -> None:
     """Puts on record, once for each unit, which formats its policy may not choose because they cannot pay.
 
     Args:
         knobs: Current values.
         telemetry: Measurements, flushed.
+        costs: What formats cost, where that was measured.
         window: Index of the window that begins.
         unoffered: What :func:`find_unoffered` returned.
     """
     known = {(d.unit, d.requested) for d in knobs.history if d.outcome == "refused" and d.reason.startswith(_UNOFFERED)}
     for unit, reasons in unoffered.items():
         for name, reason in reasons.items():
-            if (unit, name) not in known and telemetry.units[unit].calls:
+            if (unit, name) not in known and (telemetry.units[unit].calls or costs.knows(unit, name)):
                 current = knobs.formats[unit]
                 why = f"{_UNOFFERED}: {reason}"
                 knobs.history.append(Decision(window, "precision", unit, current, name, current, "refused", why))

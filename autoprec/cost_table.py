@@ -24,14 +24,14 @@ class UnitCost(NamedTuple):
         activation_bytes: What its calls keep for the backward.
         copy_bytes: Low-precision copies of its weights.
         implementation: The fastest one whose error is small enough.
-        error: Relative error of outputs and gradients against float64; NaN if it is not known.
+        error: Relative error of outputs and gradients against float64.
     """
 
     ms: float
     activation_bytes: int = 0
     copy_bytes: int = 0
     implementation: str = "default"
-    error: float = math.nan
+    error: float = 0.0
 
 
 class CostTable:

@@ -7,19 +7,20 @@ and which formats do not pay. What does not: measuring (``calibration``) and the
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 
+from autoprec.calibration.attention import AttentionCase
 from autoprec.calibration.calibrator import SHORTEST_S, Calibrator
-from autoprec.calibration.layer_runs import Choice
-from autoprec.calibration.workloads import Workload, find_workloads, multiplications
+from autoprec.calibration.pricing import Candidates, Pricing, best_of, only_default
+from autoprec.calibration.workloads import Workload, find_workloads
 from autoprec.config import CalibrationConfig
-from autoprec.cost_table import NOISE, CostTable, StepModel, UnitCost
-from autoprec.formats import get_format, rank
+from autoprec.cost_table import CostTable, StepModel, UnitCost
+from autoprec.formats import rank
 from autoprec.layers import Runtime
 from autoprec.unit_formats import UnitFormats
 from autoprec.units import Unit
@@ -29,15 +30,8 @@ FEWEST_STEPS = 8
 SHORTEST_RUN_S = 30.0
 """A run that is expected to train for less than this measures nothing unless it is asked to."""
 _STEPS = 32
-_LARGEST_ERROR = 2.0
-_SMALL_ERROR = 1e-7
 
 Counts = dict[str, Counter[Workload]]
-
-
-def only_default(kind: str, format_name: str, device_type: str) -> tuple[str, ...]:
-    """Names the implementations of a kind of layer in a format: torch's own alone."""
-    return ("default",)
 
 
 class CostWatch:
@@ -55,6 +49,8 @@ class CostWatch:
         calibrator: Measures.
         is_wanted: Whether this fit is to know costs at all.
         is_asked: Whether it measures however short it is.
+        attention_cases: Returns the kinds of calls of attention that this fit makes; none until somebody knows.
+        attention: Implementation by the key of a case.
         keeps_copies: Whether layers may run on kept copies of their weights.
         has_decided: Whether a time has decided something, so that another run may decide otherwise.
     """
@@ -64,12 +60,14 @@ class CostWatch:
         unit_formats: UnitFormats,
         runtime: Runtime,
         config: CalibrationConfig,
-        candidates: Callable[[str, str, str], tuple[str, ...]] = only_default,
+        candidates: Candidates = only_default,
     ) -> None:
         self.table = CostTable()
         self.model = StepModel()
         self.is_wanted = False
         self.is_asked = config.enabled is True
+        self.attention_cases: Callable[[], Sequence[AttentionCase]] = tuple
+        self.attention: dict[str, str] = {}
         self.keeps_copies = False
         self.has_decided = False
         self.calibrator = Calibrator(_device_of(unit_formats.units.values(), runtime.device_type), config.cache)
@@ -107,7 +105,7 @@ class CostWatch:
         self._runtime.calls = [] if is_sampling and self.is_wanted else None
         if not self._is_timed:
             return
-        now = time.perf_counter()
+        now = perf_counter()
         if has_new_formats:
             self._restart_clock()
         elif self._last_s is not None:
@@ -156,13 +154,23 @@ class CostWatch:
 
     def _look(self, budget_s: float) -> None:
         """Makes the table anew, from what is there and what the budget lets it measure."""
-        demand, before = self._demand(), self.calibrator.spent_s
+        pricing, before = self._pricing, self.calibrator.spent_s
+        demand = pricing.demand(self._workloads)
+        self._choose_attention(budget_s)
         self.calibrator.look_up(demand)
-        self.calibrator.measure(demand, budget_s)
+        self.calibrator.measure(demand, budget_s - (self.calibrator.spent_s - before))
         if self.calibrator.spent_s != before:
             self._last_s = None  # this pause is no step
-        self.table = self._tabulate()
+        self.table = pricing.table(self._workloads, self.calibrator)
         self._is_incomplete = not self.calibrator.knows(demand)
+
+    def _choose_attention(self, budget_s: float) -> None:
+        cases = self.attention_cases()
+        for key, costs in self.calibrator.compare_attention(cases, budget_s).items():
+            names = sorted(costs, key=lambda name: name != "default")
+            best = best_of([UnitCost(costs[n].ms, costs[n].activation_bytes, 0, n, costs[n].error) for n in names])
+            self.attention[key] = "default" if best is None else best.implementation
+            self.has_decided |= self.attention[key] != "default"
 
     def _budget_s(self, expected_s: Callable[[float], float]) -> float:
         if self.is_asked:
@@ -180,61 +188,14 @@ class CostWatch:
         if step_ms is not None and self.table and self.table.covers(formats):
             self.model.observe(self.table.map_ms(formats), step_ms)
 
-    def _demand(self) -> dict[Workload, list[Choice]]:
-        """What is to be known, the workloads with most to compute first."""
-        demand: dict[Workload, dict[Choice, None]] = {}
-        work: Counter[Workload] = Counter()
-        for name, counts in self._workloads.items():
-            unit = self._unit_formats.units[name]
-            for workload, count in counts.items():
-                work[workload] += count * multiplications(workload)
-                for format_name in self._formats_of(unit):
-                    choices = self._choices(unit, workload, format_name, counts)
-                    demand.setdefault(workload, {}).update(dict.fromkeys(choices))
-        ordered = sorted(demand, key=lambda workload: -work[workload])
-        return {workload: list(demand[workload]) for workload in ordered}
-
-    def _formats_of(self, unit: Unit) -> list[str]:
-        names = {*self._unit_formats.steerable(unit), self._unit_formats.current[unit.name]}
-        # 8 bits that are emulated are never offered, and slow to measure
-        return [n for n in sorted(names, key=rank) if get_format(n).bits > 8 or not unit.is_emulated(n)]
-
-    def _choices(
-        self, unit: Unit, workload: Workload, format_name: str, counts: Mapping[Workload, int]
-    ) -> Sequence[Choice]:
-        is_emulated = unit.is_emulated(format_name)
-        is_lone = sum(counts.values()) <= len(unit.modules) and (len(unit.modules) == 1 or unit.kind == "block")
-        kinds = {"bf16": ("linear", "conv"), "fp16": ("linear", "conv"), "int8": ("linear",)}.get(format_name, ())
-        is_kind = workload.kind in kinds and not workload.layer.startswith("ConvTranspose")
-        on_copies = self.keeps_copies and is_kind and is_lone and workload.trains and not is_emulated
-        names = self._candidates(workload.kind, format_name, self._runtime.device_type)
-        return [Choice(format_name, name, is_emulated and format_name == "fp16", on_copies) for name in names]
-
-    def _tabulate(self) -> CostTable:
-        costs: dict[str, dict[str, UnitCost]] = {}
-        for name, counts in self._workloads.items():
-            unit = self._unit_formats.units[name]
-            found = {format_name: self._unit_cost(unit, format_name, counts) for format_name in self._formats_of(unit)}
-            costs[name] = {format_name: cost for format_name, cost in found.items() if cost is not None}
-        return CostTable(costs)
-
-    def _unit_cost(self, unit: Unit, format_name: str, counts: Mapping[Workload, int]) -> UnitCost | None:
-        """The cheapest implementation of all calls of a unit whose error is small enough."""
-        totals: dict[str, UnitCost] = {}
-        for workload, count in counts.items():
-            for choice in self._choices(unit, workload, format_name, counts):
-                measured = self.calibrator.cost(workload, choice)
-                ms, activations, copies, name, error = totals.get(choice.implementation) or UnitCost(
-                    0.0, implementation=choice.implementation, error=0.0
-                )
-                if measured is None:
-                    ms = float("inf")
-                else:
-                    ms, error = ms + count * measured.ms, max(error, measured.error)
-                    activations += count * measured.activation_bytes
-                    copies += count * measured.copy_bytes
-                totals[choice.implementation] = UnitCost(ms, activations, copies, name, error)
-        return best_of(list(totals.values()))
+    @property
+    def _pricing(self) -> Pricing:
+        units, current = self._unit_formats.units, self._unit_formats.current
+        formats = {
+            name: sorted({*self._unit_formats.steerable(units[name]), current[name]}, key=rank)
+            for name in self._workloads
+        }
+        return Pricing(units, formats, self._runtime.device_type, self.keeps_copies, self._candidates)
 
     # ---- which formats pay ----
 
@@ -303,12 +264,14 @@ class CostWatch:
         """Returns primitives only."""
         self.take_calls()
         return {
+            "attention": dict(self.attention),
             "table": self.table.to_dict(),
             "model": self.model.state_dict(),
             "calibrator": self.calibrator.state_dict(),
             "workloads": _plain(self._workloads),
             "settled": None if self._settled is None else [_plain(self._settled[0]), self._settled[1]],
             "is_incomplete": self._is_incomplete,
+            "keeps_copies": self.keeps_copies,
             "has_decided": self.has_decided,
         }
 
@@ -322,30 +285,15 @@ class CostWatch:
             return
         known = self._unit_formats.units
         self.table = CostTable.from_dict({name: costs for name, costs in state["table"].items() if name in known})
+        self.attention = dict(state["attention"])
         self.model.load_state_dict(state["model"])
         self.calibrator.load_state_dict(state["calibrator"])
         self._workloads = _counts(state["workloads"], known)
         settled = state["settled"]
         self._settled = None if settled is None else (_counts(settled[0], known), bool(settled[1]))
         self._is_incomplete = bool(state["is_incomplete"])
+        self.keeps_copies = bool(state["keeps_copies"])  # a decision may come before the first step
         self.has_decided = bool(state["has_decided"])
-
-
-def best_of(costs: Sequence[UnitCost]) -> UnitCost | None:
-    """Returns the fastest of some implementations of a format.
-
-    One other than torch's own must be faster by more than noise, and its error at most twice that of torch's own.
-
-    Args:
-        costs: Costs of the implementations, torch's own first; infinite where one was not measured.
-    """
-    known = [cost for cost in costs if cost.ms != float("inf")]
-    if not known or known[0].implementation != "default":
-        return None
-    default = known[0]
-    limit = max(_LARGEST_ERROR * default.error, _SMALL_ERROR)
-    rivals = [cost for cost in known[1:] if cost.error <= limit and cost.ms < default.ms * (1.0 - NOISE)]
-    return min(rivals, key=lambda cost: cost.ms, default=default)
 
 
 def _plain(workloads: Counts) -> dict[str, list[list[Any]]]:
@@ -354,7 +302,7 @@ def _plain(workloads: Counts) -> dict[str, list[list[Any]]]:
 
 def _counts(plain: Mapping[str, Sequence[Sequence[Any]]], known: Container[str]) -> Counts:
     return {
-        name: Counter({Workload(*fields[:2], tuple(fields[2]), *fields[3:]): count for fields, count in counts})
+        name: Counter({Workload.from_list(fields): count for fields, count in counts})
         for name, counts in plain.items()
         if name in known
     }

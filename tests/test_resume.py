@@ -285,7 +285,6 @@ NOT_SAVED = {
     "calls": "set when a window opens, and kept as workloads",
     "_step_s": "times of steps are of one process",
     "_last_s": "the same",
-    "keeps_copies": "found out when the first step begins",
     "_cache": "read anew",
 }
 

@@ -6,6 +6,7 @@ when a fit asks (``cost_watch``).
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoprec.calibration.attention import AttentionCase, measure_attention
 from autoprec.calibration.layer_runs import Choice, LayerRuns, Measured
 from autoprec.calibration.timing import Deadline, Lap, make_lap, time_in_turns
 from autoprec.calibration.workloads import Workload, bytes_of
@@ -26,6 +28,7 @@ SHORTEST_S = 0.05
 _MOST_OF_MEMORY = 0.1
 _SAME_SIZE = 1.25
 _FARTHEST = 16.0
+_ATTENTION = "attention"
 
 Demand = Mapping[Workload, Sequence[Choice]]
 """Choices to compare by workload, the most important workload first."""
@@ -101,7 +104,9 @@ class Calibrator:
     def _learn(self, found: Mapping[str, Measured]) -> None:
         self.known.update(found)
         for key in found:
-            family, shape = json.loads(key)
+            family, shape, *_ = json.loads(key)
+            if family == _ATTENTION:
+                continue
             self._sizes.setdefault(json.dumps(family), {})[math.prod(shape)] = key
 
     # ---- measuring ----
@@ -112,7 +117,14 @@ class Calibrator:
         Args:
             demand: What is wanted.
         """
-        if not self._uses_cache or self.knows(demand):
+        if self.knows(demand):
+            return
+        for workload, choices in demand.items():
+            self._take_from_disk(_workload_key(workload), [case_key(workload, choice) for choice in choices])
+
+    def _take_from_disk(self, name: str, keys: Sequence[str]) -> None:
+        """Takes the results of one workload from disk."""
+        if not self._uses_cache:
             return
         if self._cache is None:
             # not before it is needed: pydantic takes time to import
@@ -120,13 +132,11 @@ class Calibrator:
 
             self._cache = Cache(key_of(self._device), cache_folder())
             self._take_note(self._cache)
-        for workload, choices in demand.items():
-            keys = [case_key(workload, choice) for choice in choices]
-            found = {key: self._cache.entries[key] for key in keys if key in self._cache.entries}
-            new = found.keys() - self.known.keys()
-            self._learn({key: found[key] for key in new})
-            if new:
-                self.from_cache.add(_workload_key(workload))
+        entries = self._cache.entries
+        new = {key: entries[key] for key in keys if key in entries and key not in self.known}
+        self._learn(new)
+        if new:
+            self.from_cache.add(name)
 
     def measure(self, demand: Demand, budget_s: float) -> None:
         """Measures what is not known yet, the most important workloads first, until the budget is used up.
@@ -138,14 +148,42 @@ class Calibrator:
             budget_s: Seconds that it may take.
         """
         missing = [item for item in demand.items() if not self._is_known(*item)]
-        if not missing or budget_s < SHORTEST_S:
+        self._measure_all([functools.partial(self._measure_one, *item) for item in missing], budget_s)
+
+    def compare_attention(self, cases: Sequence[AttentionCase], budget_s: float) -> dict[str, dict[str, Measured]]:
+        """Measures implementations of attention, or takes from disk what they cost.
+
+        Args:
+            cases: Kinds of calls.
+            budget_s: Seconds that it may take.
+
+        Returns:
+            By the key of the case and the name of the implementation; cases that are not known are left out.
+        """
+        keys = {case.key: {name: json.dumps([_ATTENTION, case.key, name]) for name in case.runs} for case in cases}
+        for case in cases:
+            self._take_from_disk(case.key, list(keys[case.key].values()))
+        missing = [case for case in cases if not self.known.keys() >= set(keys[case.key].values())]
+        missing = [case for case in missing if case.key not in self._failed]
+        self._measure_all(
+            [functools.partial(self._measure_attention, case, keys[case.key]) for case in missing], budget_s
+        )
+        return {
+            case: {name: self.known[key] for name, key in names.items()}
+            for case, names in keys.items()
+            if self.known.keys() >= set(names.values())
+        }
+
+    def _measure_all(self, tasks: Sequence[Callable[[Deadline], dict[str, Measured]]], budget_s: float) -> None:
+        """Measures one after the other until the budget is used up."""
+        if not tasks or budget_s < SHORTEST_S:
             return
         deadline = Deadline(budget_s) if self._clock is None else Deadline(budget_s, self._clock)
         new: dict[str, Measured] = {}
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
-            for workload, choices in missing:
+            for task in tasks:
                 if deadline.left_s > 0.0:
-                    new.update(self._measure_one(workload, choices, deadline))
+                    new.update(task(deadline))
         self._learn(new)
         if self._cache is not None:
             self._cache.add(new)
@@ -160,20 +198,39 @@ class Calibrator:
 
     def _measure_one(self, workload: Workload, choices: Sequence[Choice], deadline: Deadline) -> dict[str, Measured]:
         """Measures all choices of a workload against each other, those that are known included."""
-        if bytes_of(workload) * len(choices) > _MOST_OF_MEMORY * self._free_bytes():
-            return {}
-        lap = self._lap or make_lap(self._device)
-        try:
+        name = _workload_key(workload)
+
+        def measure(lap: Lap) -> dict[str, Measured]:
             runs = LayerRuns(workload, self._device)
             calls = {choice: runs.in_turn(choice) for choice in choices}
-            seconds = time_in_turns(calls, lap, deadline)
-            found = {case_key(workload, c): self._complete(runs, c, calls[c], s) for c, s in (seconds or {}).items()}
+            seconds = time_in_turns(calls, lap, deadline) or {}
+            return {case_key(workload, c): self._complete(runs, c, calls[c], s) for c, s in seconds.items()}
+
+        return self._try(name, str(workload), bytes_of(workload) * len(choices), measure)
+
+    def _measure_attention(
+        self, case: AttentionCase, keys: Mapping[str, str], deadline: Deadline
+    ) -> dict[str, Measured]:
+        def measure(lap: Lap) -> dict[str, Measured]:
+            found = measure_attention(case, self._device, lap, deadline)
+            return {keys[name]: measured for name, measured in found.items()}
+
+        return self._try(case.key, f"attention {case.shapes[0]}", case.bytes, measure)
+
+    def _try(
+        self, name: str, text: str, bytes_needed: int, measure: Callable[[Lap], dict[str, Measured]]
+    ) -> dict[str, Measured]:
+        """Measures unless there is no room; what cannot run on the device is not tried again."""
+        if bytes_needed > _MOST_OF_MEMORY * self._free_bytes():
+            return {}
+        try:
+            found = measure(self._lap or make_lap(self._device))
         except RuntimeError as error:  # out of memory, or an operation that torch does not have in a format
-            self._failed.add(_workload_key(workload))
-            self.notes.append(f"{workload} could not be measured: {str(error).splitlines()[0][:120]}")
+            self._failed.add(name)
+            self.notes.append(f"{text} could not be measured: {str(error).splitlines()[0][:120]}")
             return {}
         if found:
-            self.measured.add(_workload_key(workload))
+            self.measured.add(name)
         return found
 
     @staticmethod

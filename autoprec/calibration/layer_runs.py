@@ -93,7 +93,7 @@ class LayerRuns:
             if not leaves:
                 return [output]
             if not out_gradient:
-                out_gradient.append(torch.ones_like(output) if output.numel() < 2 else _like(output))
+                out_gradient.append(whole_numbers(output))
             return [output, *torch.autograd.grad(output, leaves, out_gradient[0])]
 
         return forward_and_backward
@@ -116,7 +116,8 @@ class LayerRuns:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             call()
-        is_cast = choice.format in _COPIED and not choice.on_copies  # in the call, so that the cast weight is in it
+        # then the cast weight is in it, for the gradient of the input
+        is_cast = choice.format in _COPIED and not choice.on_copies and self._workload.needs_grad
         return max(sum(found.values()) - (self._weight_copy_bytes(choice.format) if is_cast else 0), 0)
 
     def copy_bytes(self, choice: Choice) -> int:
@@ -152,9 +153,9 @@ class LayerRuns:
             self._reference = self.in_turn(Choice("fp32"))()
         assert self._reference is not None, "it is made together with the exact one"
         rows = self._exact[0].shape[0]
-        errors = [_relative(found[:rows], exact) for found, exact in zip(outputs, self._exact, strict=False)]
+        errors = [relative_error(found[:rows], exact) for found, exact in zip(outputs, self._exact, strict=False)]
         errors += [
-            _relative(found, reference)
+            relative_error(found, reference)
             for found, reference in zip(outputs[len(self._exact) :], self._reference[len(self._exact) :], strict=True)
         ]
         return max(errors)
@@ -172,7 +173,7 @@ class LayerRuns:
                 return [output.detach()]
             # of the whole batch's gradient, the first rows
             full = torch.empty((len(self._x), *output.shape[1:]), device=self._device, dtype=torch.float32)
-            return [output.detach(), *torch.autograd.grad(output, [x], _like(full)[:rows].double())]
+            return [output.detach(), *torch.autograd.grad(output, [x], whole_numbers(full)[:rows].double())]
 
     def _input(self, choice: Choice) -> Tensor:
         x = self._x.detach()
@@ -209,14 +210,24 @@ class LayerRuns:
         return [handed, *others], lambda x: run_on_int8_copy(module, x, handed, copy, device_type)
 
 
-def _like(output: Tensor) -> Tensor:
-    """A gradient that is not all alike: small whole numbers, which are the same in every format."""
+def whole_numbers(output: Tensor) -> Tensor:
+    """Returns a gradient that is the same in every format: small whole numbers, not all alike.
+
+    Args:
+        output: What it is the gradient of.
+    """
     steps = torch.arange(output.numel(), device=output.device, dtype=torch.int64) % 7 - 3
     gradient = torch.empty_like(output)
     return gradient.copy_(steps.reshape(output.shape))
 
 
-def _relative(found: Tensor, exact: Tensor) -> float:
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """Returns the norm of a difference over that of what is exact.
+
+    Args:
+        found: What was computed.
+        exact: What it should be.
+    """
     if found.layout is not torch.strided:
         return 0.0  # sparse gradients of an embedding are copies of rows
     found, exact = found.detach().double(), exact.detach().double()

@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,16 @@ class Workload(NamedTuple):
     needs_grad: bool
     trains: bool
     is_channels_last: bool = False
+
+    @classmethod
+    def from_list(cls, fields: Sequence[Any]) -> Workload:
+        """Makes a workload from its fields as a checkpoint holds them.
+
+        Args:
+            fields: In order.
+        """
+        layer, options, shape, follows, needs_grad, trains, is_channels_last = fields
+        return cls(layer, options, tuple(shape), follows, needs_grad, trains, is_channels_last)
 
     @property
     def numel(self) -> int:
