@@ -46,6 +46,7 @@ class CostWatch:
     Attributes:
         table: What is known, empty before the first measurement.
         model: Predicts the time of a step.
+        workloads: What each unit was seen to compute in a step.
         calibrator: Measures.
         is_wanted: Whether this fit is to know costs at all.
         is_asked: Whether it measures however short it is.
@@ -75,7 +76,7 @@ class CostWatch:
         self._runtime = runtime
         self._config = config
         self._candidates = candidates
-        self._workloads: Counts = {}
+        self.workloads: Counts = {}
         self._settled: tuple[Counts, bool] | None = None
         self._is_incomplete = False
         self._is_timed = False
@@ -121,7 +122,7 @@ class CostWatch:
         """Turns the calls of the window that was looked at into workloads."""
         calls, self._runtime.calls = self._runtime.calls, None
         if calls:
-            self._workloads = find_workloads(calls, self._unit_formats.units, self._unit_formats.current)
+            self.workloads = find_workloads(calls, self._unit_formats.units, self._unit_formats.current)
 
     def _restart_clock(self) -> None:
         self._step_s.clear()
@@ -143,10 +144,10 @@ class CostWatch:
         if not self.is_wanted:
             return
         self.take_calls()
-        if not self._workloads:
+        if not self.workloads:
             return
         budget_s = self._budget_s(expected_s) - self.calibrator.spent_s if self._is_timed else 0.0
-        now = self._workloads, self.keeps_copies
+        now = self.workloads, self.keeps_copies
         if self._settled != now or (self._is_incomplete and budget_s >= SHORTEST_S):
             self._look(budget_s)
             self._settled = now
@@ -155,13 +156,13 @@ class CostWatch:
     def _look(self, budget_s: float) -> None:
         """Makes the table anew, from what is there and what the budget lets it measure."""
         pricing, before = self._pricing, self.calibrator.spent_s
-        demand = pricing.demand(self._workloads)
+        demand = pricing.demand(self.workloads)
         self._choose_attention(budget_s)
         self.calibrator.look_up(demand)
         self.calibrator.measure(demand, budget_s - (self.calibrator.spent_s - before))
         if self.calibrator.spent_s != before:
             self._last_s = None  # this pause is no step
-        self.table = pricing.table(self._workloads, self.calibrator)
+        self.table = pricing.table(self.workloads, self.calibrator)
         self._is_incomplete = not self.calibrator.knows(demand)
 
     def _choose_attention(self, budget_s: float) -> None:
@@ -193,7 +194,7 @@ class CostWatch:
         units, current = self._unit_formats.units, self._unit_formats.current
         formats = {
             name: sorted({*self._unit_formats.steerable(units[name]), current[name]}, key=rank)
-            for name in self._workloads
+            for name in self.workloads
         }
         return Pricing(units, formats, self._runtime.device_type, self.keeps_copies, self._candidates)
 
@@ -268,7 +269,7 @@ class CostWatch:
             "table": self.table.to_dict(),
             "model": self.model.state_dict(),
             "calibrator": self.calibrator.state_dict(),
-            "workloads": _plain(self._workloads),
+            "workloads": _plain(self.workloads),
             "settled": None if self._settled is None else [_plain(self._settled[0]), self._settled[1]],
             "is_incomplete": self._is_incomplete,
             "keeps_copies": self.keeps_copies,
@@ -288,7 +289,7 @@ class CostWatch:
         self.attention = dict(state["attention"])
         self.model.load_state_dict(state["model"])
         self.calibrator.load_state_dict(state["calibrator"])
-        self._workloads = _counts(state["workloads"], known)
+        self.workloads = _counts(state["workloads"], known)
         settled = state["settled"]
         self._settled = None if settled is None else (_counts(settled[0], known), bool(settled[1]))
         self._is_incomplete = bool(state["is_incomplete"])

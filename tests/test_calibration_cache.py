@@ -167,7 +167,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache_module.os, "replace", full)
+    monkeypatch.setattr("autoprec.calibration.cache.os.replace", full)
     cache.add({"b": COST})
     assert cache.note is not None
     assert "No space left" in cache.note
