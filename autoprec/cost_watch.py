@@ -42,6 +42,7 @@ class CostWatch:
         runtime: Shared state of its layers.
         config: Settings.
         candidates: Names the implementations of a kind of layer in a format on a device, torch's own first.
+        choose: Called with the name of a unit and its best implementation by format; ``None`` where there is only one.
 
     Attributes:
         table: What is known, empty before the first measurement.
@@ -62,6 +63,7 @@ class CostWatch:
         runtime: Runtime,
         config: CalibrationConfig,
         candidates: Candidates = only_default,
+        choose: Callable[[str, Mapping[str, str]], None] | None = None,
     ) -> None:
         self.table = CostTable()
         self.model = StepModel()
@@ -76,6 +78,7 @@ class CostWatch:
         self._runtime = runtime
         self._config = config
         self._candidates = candidates
+        self._choose = choose
         self.workloads: Counts = {}
         self._settled: tuple[Counts, bool] | None = None
         self._is_incomplete = False
@@ -164,6 +167,11 @@ class CostWatch:
             self._last_s = None  # this pause is no step
         self.table = pricing.table(self.workloads, self.calibrator)
         self._is_incomplete = not self.calibrator.knows(demand)
+        self.has_decided = self.has_decided or bool(self.table.implementations())
+        if self._choose is not None:
+            for name in self.table.units:
+                best = {each: self.table.best_implementation(name, each) for each in self.table.formats(name)}
+                self._choose(name, best)
 
     def _choose_attention(self, budget_s: float) -> None:
         cases = self.attention_cases()

@@ -177,6 +177,8 @@ class LayerRuns:
 
     def _input(self, choice: Choice) -> Tensor:
         x = self._x.detach()
+        if choice.implementation == "channels_last" and x.ndim == 4:
+            x = x.contiguous(memory_format=torch.channels_last)  # as inside of a chain of such layers
         if not x.is_floating_point() or not self._workload.follows:
             return x.clone() if x.is_floating_point() else x
         return x.to(get_format(choice.format).compute_dtype, copy=True)

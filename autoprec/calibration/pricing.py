@@ -94,7 +94,8 @@ class Pricing:
         is_lone = sum(counts.values()) <= len(unit.modules) and (len(unit.modules) == 1 or unit.kind == "block")
         is_kind = workload.kind in _ON_COPIES.get(format_name, ()) and not workload.layer.startswith("ConvTranspose")
         on_copies = self._keeps_copies and is_kind and is_lone and workload.trains and not is_emulated
-        names = self._candidates(workload.kind, format_name, self._device_type)
+        # an implementation is chosen for a unit as a whole, which may mix kinds
+        names = self._candidates(unit.kind, format_name, self._device_type)
         return [Choice(format_name, name, is_emulated and format_name == "fp16", on_copies) for name in names]
 
     def _unit_cost(
