@@ -8,7 +8,7 @@ KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
 DATA := $(wildcard autoprec/hardware/data/*.toml autoprec/hardware/data/*/*.toml)
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(DATA) $(KERNELS)
 
-.PHONY: demo test slow lint types imports check bench bench-quick convergence divergence sanitize triton-aot zoo \
+.PHONY: demo test slow lint types imports check bench bench-quick calibrate-check convergence divergence sanitize triton-aot zoo \
 	range-lowest range-newest range chaos check-all clean
 
 demo: $(READY)
@@ -38,6 +38,10 @@ bench: $(READY)
 
 bench-quick: $(READY)
 	$(BIN)/python -m benchmarks.train --quick
+
+# a short calibration against a long measurement, about 8 minutes; `python -m benchmarks.calibrate_check --quick` takes one
+calibrate-check: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.calibrate_check
 
 # started again after an interruption, it trains only what is missing
 convergence: $(READY)

@@ -36,6 +36,7 @@ from autoprec.summary import mean_bits, metrics, no_decision, summarize
 from autoprec.trainer_facts import (
     check_alone,
     check_trainer,
+    expected_training_s,
     first_epoch,
     is_over,
     loader_batch_size,
@@ -235,6 +236,7 @@ class AutoPrecisionCallback(Callback):
         self._asking.start(knobs)
         if self.controller.needs_facts:
             self._asking.note_facts(read_facts(self._fit))
+        self._fit.costs.begin(self.controller.looks)
         if self.config.rule.batch != "leave" and not torch.are_deterministic_algorithms_enabled():
             self._load = MachineLoad(trainer.strategy.root_device)
         knobs.accumulation.attach(trainer)
@@ -356,10 +358,11 @@ class AutoPrecisionCallback(Callback):
         steering, knobs = self._fit, self._fit.knobs
         steering.telemetry.flush()
         steering.coupling.follow_noise_scale(steering.telemetry.noise)
-        unoffered = find_unoffered(knobs, steering.telemetry)
-        units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered)
+        steering.costs.update(lambda step_s: expected_training_s(trainer, steering.window, step_s))
+        unoffered = find_unoffered(knobs, steering.telemetry, steering.costs)
+        units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered, steering.costs.table)
         run = read_globals(knobs, steering.telemetry, progress(trainer), self._load)
-        record_unoffered(knobs, steering.telemetry, steering.window, unoffered)
+        record_unoffered(knobs, steering.telemetry, steering.costs, steering.window, unoffered)
         if self.controller.needs_facts:
             self._asking.note_facts(read_facts(steering, {unit.name: unit.legal for unit in units}))
         self._apply(self._asking.decide(units, run, knobs.masked), f"policy {self.controller.name!r}")

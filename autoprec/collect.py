@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from autoprec.cost import Product, why_unprofitable
+from autoprec.cost import CostTable, Product, why_unprofitable
+from autoprec.cost_watch import CostWatch
 from autoprec.history import Decision
 from autoprec.knobs import Knobs, steered_units
 from autoprec.machine_load import MachineLoad
@@ -22,17 +23,20 @@ Unoffered = Mapping[str, Mapping[str, str]]
 """Unit name to the formats that its policy may not choose although the user lets it, each with the reason."""
 
 
-def find_unoffered(knobs: Knobs, telemetry: Telemetry) -> Unoffered:
+def find_unoffered(knobs: Knobs, telemetry: Telemetry, costs: CostWatch) -> Unoffered:
     """Finds the formats that cannot save time in a unit, for all steered units.
 
     Args:
         knobs: Current values.
         telemetry: Measurements, flushed.
+        costs: What formats cost, where that was measured.
     """
-    return {unit.name: _unoffered(unit, knobs, telemetry) for unit in steered_units(knobs)}
+    return {unit.name: _unoffered(unit, knobs, telemetry, costs) for unit in steered_units(knobs)}
 
 
-def read_units(knobs: Knobs, telemetry: Telemetry, applied_steps: int, unoffered: Unoffered) -> list[UnitReading]:
+def read_units(
+    knobs: Knobs, telemetry: Telemetry, applied_steps: int, unoffered: Unoffered, table: CostTable | None = None
+) -> list[UnitReading]:
     """Readings of all steered units, in the order of their rows.
 
     Args:
@@ -40,41 +44,63 @@ def read_units(knobs: Knobs, telemetry: Telemetry, applied_steps: int, unoffered
         telemetry: Measurements, flushed.
         applied_steps: Applied optimizer steps so far.
         unoffered: What :func:`find_unoffered` returned.
+        table: What formats cost; where all units are in it, their shares of compute are shares of time.
     """
     units = steered_units(knobs)
     parameters = sum(unit.parameter_count for unit in units) or 1
-    compute = sum(telemetry.units[unit.name].compute for unit in units) or 1.0
+    compute = _compute_shares(units, knobs, telemetry, table)
     return [
-        _read_unit(unit, knobs, telemetry, applied_steps, parameters, compute, unoffered[unit.name]) for unit in units
+        _read_unit(unit, knobs, telemetry, applied_steps, parameters, compute[unit.name], unoffered[unit.name])
+        for unit in units
     ]
 
 
-def record_unoffered(knobs: Knobs, telemetry: Telemetry, window: int, unoffered: Unoffered) -> None:
+def _compute_shares(
+    units: Sequence[Unit], knobs: Knobs, telemetry: Telemetry, table: CostTable | None
+) -> dict[str, float]:
+    """Shares of the time of all units, or of their multiplications while not all of them were timed."""
+    work = {unit.name: telemetry.units[unit.name].compute for unit in units}
+    if table:
+        times = {name: table.unit_ms(name, knobs.formats[name]) for name, compute in work.items() if compute}
+        if times and None not in times.values():
+            work = {name: times.get(name) or 0.0 for name in work}
+    total = sum(work.values()) or 1.0
+    return {name: value / total for name, value in work.items()}
+
+
+def record_unoffered(knobs: Knobs, telemetry: Telemetry, costs: CostWatch, window: int, unoffered: Unoffered) -> None:
     """Puts on record, once for each unit, which formats its policy may not choose because they cannot pay.
 
     Args:
         knobs: Current values.
         telemetry: Measurements, flushed.
+        costs: What formats cost, where that was measured.
         window: Index of the window that begins.
         unoffered: What :func:`find_unoffered` returned.
     """
     known = {(d.unit, d.requested) for d in knobs.history if d.outcome == "refused" and d.reason.startswith(_UNOFFERED)}
     for unit, reasons in unoffered.items():
         for name, reason in reasons.items():
-            if (unit, name) not in known and telemetry.units[unit].calls:
+            if (unit, name) not in known and (telemetry.units[unit].calls or costs.knows(unit, name)):
                 current = knobs.formats[unit]
                 why = f"{_UNOFFERED}: {reason}"
                 knobs.history.append(Decision(window, "precision", unit, current, name, current, "refused", why))
 
 
-def _unoffered(unit: Unit, knobs: Knobs, telemetry: Telemetry) -> dict[str, str]:
+def _unoffered(unit: Unit, knobs: Knobs, telemetry: Telemetry, costs: CostWatch) -> dict[str, str]:
     products = _products(unit, telemetry.units[unit.name])
-    reasons = {
-        name: why_unprofitable(name, knobs.runtime.device_type, unit.is_emulated(name), products)
-        for name in knobs.steerable(unit)
-        if name != knobs.formats[unit.name]
-    }
-    return {name: reason for name, reason in reasons.items() if reason is not None}
+    reasons: dict[str, str] = {}
+    legal = knobs.steerable(unit)
+    for name in legal:
+        if name == knobs.formats[unit.name]:
+            continue
+        if costs.knows(unit.name, name):
+            reason = costs.why_not(unit.name, name, [other for other in legal if other not in reasons])
+        else:
+            reason = why_unprofitable(name, knobs.runtime.device_type, unit.is_emulated(name), products)
+        if reason is not None:
+            reasons[name] = reason
+    return reasons
 
 
 def _products(unit: Unit, measured: UnitTelemetry) -> list[Product]:
@@ -91,7 +117,7 @@ def _read_unit(
     telemetry: Telemetry,
     applied_steps: int,
     parameters: int,
-    compute: float,
+    compute_share: float,
     unoffered: Mapping[str, str],
 ) -> UnitReading:
     measured = telemetry.units[unit.name]
@@ -102,7 +128,7 @@ def _read_unit(
         kind=unit.kind,
         depth=unit.depth,
         parameter_share=unit.parameter_count / parameters,
-        compute_share=measured.compute / compute,
+        compute_share=compute_share,
         format=current,
         legal=(current,) if held else tuple(name for name in knobs.steerable(unit) if name not in unoffered),
         grad_amax=measured.amax,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autoprec.config_checks import check_int, check_name, check_real, check_type
+from autoprec.config_checks import check_int, check_name, check_range, check_real, check_type
 from autoprec.formats import get_format, nearest
 from autoprec.plan_config import PlanConfig
 
@@ -249,6 +249,37 @@ class RollbackConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CalibrationConfig:
+    """What may be measured on the device, and what the predictions must keep to.
+
+    Args:
+        enabled: ``"auto"`` times layers where a policy that looks at measurements steers their formats and the run is
+            long enough. ``True`` does so in every run, short ones and those of ``fixed:`` policies included. ``False``
+            leaves it to the rules of thumb. Under ``Trainer(deterministic=True)`` no clock is read, whatever this says.
+        budget_s: Most seconds that a run may spend on it.
+        budget_share: Most of the expected training time that a run may spend on it. Not with ``enabled=True``.
+        cache: Whether results are kept on disk for later runs and taken from there.
+        memory_budget_bytes: Most memory that saved activations and copies of weights may take, as predicted. Formats
+            that would take more are not offered to policies. ``None`` for no limit.
+    """
+
+    enabled: bool | Literal["auto"] = "auto"
+    budget_s: float = 20.0
+    budget_share: float = 0.02
+    cache: bool = True
+    memory_budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        check_range(self, "enabled", lambda v: isinstance(v, bool) or v == "auto", "True, False or 'auto'")
+        check_real(self, "budget_s", lambda v: 0.0 <= v < math.inf, "a finite float >= 0")
+        check_real(self, "budget_share", lambda v: 0.0 <= v <= 1.0, "a float in [0, 1]")
+        check_type(self, "cache", bool)
+        if self.memory_budget_bytes is not None:
+            check_int(self, "memory_budget_bytes", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AutoPrecisionConfig:
     """All settings of a run.
 
@@ -284,6 +315,7 @@ class AutoPrecisionConfig:
         plan: Budgets of policies that plan a whole map.
         batch: Bounds of the batch size, and what the learning rate does when it changes.
         rollback: Copies of the run in host memory, and when it goes back to one.
+        calibration: What may be measured on the device before formats are chosen.
         decision_timeout_s: Seconds that a controller of the user's may take for an answer. A slower one is abandoned
             and the run goes on without it.
     """
@@ -304,6 +336,7 @@ class AutoPrecisionConfig:
     plan: PlanConfig = field(default_factory=PlanConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     rollback: RollbackConfig = field(default_factory=RollbackConfig)
+    calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
     decision_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -327,6 +360,7 @@ class AutoPrecisionConfig:
         check_type(self, "plan", PlanConfig)
         check_type(self, "batch", BatchConfig)
         check_type(self, "rollback", RollbackConfig)
+        check_type(self, "calibration", CalibrationConfig)
         check_real(self, "decision_timeout_s", lambda v: v > 0.0, "a float > 0, inf for no limit")
 
 

@@ -1,7 +1,8 @@
 """What a format is worth on a device, as far as it is known without measuring there.
 
-What lives here: from which size on 8-bit matrix products were seen to save time. What does not: whether a unit can run
-in a format at all (``units``, ``guard``).
+What lives here: from which size on 8-bit matrix products were seen to save time elsewhere, and the names under which
+other modules find the table of what was measured here (``cost_table``). What does not: whether a unit can run in a
+format at all (``units``, ``guard``).
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from autoprec.cost_table import CostTable, StepModel, UnitCost
 from autoprec.formats import get_format
+
+__all__ = ["CostTable", "Product", "StepModel", "UnitCost", "why_unprofitable"]
 
 
 class Product(NamedTuple):

@@ -45,6 +45,26 @@ class Record(NamedTuple):
     compute: float
 
 
+class Call(NamedTuple):
+    """One call of a layer, as far as its cost depends on it.
+
+    Attributes:
+        name: Unit name.
+        module: The layer.
+        shape: That of its input.
+        dtype: That of its input.
+        needs_grad: Whether its input takes a gradient.
+        is_channels_last: Whether its input lies channels last.
+    """
+
+    name: str
+    module: nn.Module
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+    is_channels_last: bool
+
+
 class Runtime:
     """State that all steered layers of one fit share.
 
@@ -59,6 +79,7 @@ class Runtime:
         records_all: Record the output range of every unit, not only of those that can overflow.
         records_inputs: Also record what goes into a unit, to tell it from the operations before it.
         records: What units took and returned, in order of execution; each loss counts as taken.
+        calls: Calls of layers in a window in which they are looked at, in order of execution; ``None`` elsewhere.
         untouched: Units that ran as they are because the user switched autocast off around them.
         thread: The thread that trains.
         on_output: Called with unit name and output of each recorded unit, ``None`` for nothing.
@@ -74,6 +95,7 @@ class Runtime:
         self.records_all = False
         self.records_inputs = False
         self.records: list[Record] = []
+        self.calls: list[Call] | None = None
         self.untouched: set[str] = set()
         self.on_output: Callable[[str, Tensor], None] | None = None
 
@@ -87,6 +109,15 @@ class Runtime:
         if tensor is not None and is_measurable(tensor):
             bounds = torch.stack([bound.float() for bound in torch.aminmax(tensor.detach())])
             self.records.append(Record(state.name, is_input, bounds, tensor.numel() * state.fan_in))
+
+    def note_call(self, state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes what a layer is called with, for its cost; reads nothing from the device."""
+        x = _first_tensor((args, kwargs))
+        if self.calls is None or x is None or not self.is_recording or self.is_other_thread():
+            return
+        if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_nested:
+            is_last = x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+            self.calls.append(Call(state.name, state.module, tuple(x.shape), x.dtype, x.requires_grad, is_last))
 
     def record_loss(self, loss: Tensor) -> None:
         """Notes where in the order of execution a backward began; nothing while no unit is recorded.
@@ -285,7 +316,11 @@ def _steered_forward(base_forward: Runner) -> Runner:
     @functools.wraps(base_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: ModuleState | None = self.__dict__.get("_autoprec")
-        if state is None or not state.runtime.is_active or (state.run is None and state.override is None):
+        if state is None or not state.runtime.is_active:
+            return base_forward(self, *args, **kwargs)
+        if not torch.compiler.is_compiling() and state.runtime.calls is not None:
+            state.runtime.note_call(state, args, kwargs)
+        if state.run is None and state.override is None:
             return base_forward(self, *args, **kwargs)
         if state.runtime.is_recording and not torch.compiler.is_compiling() and state.runtime.is_other_thread():
             return base_forward(self, *args, **kwargs)

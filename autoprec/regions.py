@@ -52,7 +52,7 @@ def formats_region(steering: Steering, is_training: bool, runs_on_copies: bool =
     knobs, runtime = steering.knobs, steering.runtime
     runtime.runs_on_copies = runs_on_copies
     if not knobs.is_steering:
-        with _plain_region(steering) if runs_on_copies else nullcontext():
+        with _plain_region(steering) if runs_on_copies or runtime.calls is not None else nullcontext():
             yield
         return
     trial = steering.trial if is_training else Trial()
@@ -74,7 +74,10 @@ def formats_region(steering: Steering, is_training: bool, runs_on_copies: bool =
 
 @contextmanager
 def _plain_region(steering: Steering) -> Iterator[None]:
-    """Runs a training step in the Trainer's own precision, but on copies; what is measured does not depend on them."""
+    """Runs a training step in the Trainer's own precision, on copies or to see which calls it makes.
+
+    What is measured does not depend on either.
+    """
     runtime = steering.runtime
     records_all, runtime.records_all = runtime.records_all, False
     runtime.is_active = runtime.is_recording = True

@@ -141,6 +141,10 @@ class RunLength:
             return Fraction(1)
         return Fraction(before, now) if now else None
 
+    def steps(self) -> int | None:
+        """Optimizer steps until the run ends, ``None`` where nothing ends it or lengths are not known."""
+        return self.steps_left if self._ends_by_steps(self.now) else self._steps(self.now)
+
     @property
     def _counts_steps(self) -> bool:
         return self._ends_by_steps(self.before) and self._ends_by_steps(self.now)

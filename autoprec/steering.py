@@ -20,6 +20,7 @@ from autoprec.batches import rows_of
 from autoprec.buffers import BufferShadow
 from autoprec.compilation import CompilationWatch
 from autoprec.config import AutoPrecisionConfig
+from autoprec.cost_watch import CostWatch
 from autoprec.counters import Counters
 from autoprec.coupling import Coupling
 from autoprec.fallback import Fallback
@@ -64,6 +65,7 @@ class Steering(Counters):
         is_in_step: Whether ``training_step`` is running.
         wide_reason: Why some or all second moments stay in float32 though 16 bits were asked for; ``None`` where
             nothing stood in the way at the start.
+        costs: What formats cost here, and which do not pay.
         onlooker: Whose code may look at gradients in the middle of a step, so that they are kept in ``.grad`` and no
             copies of weights are kept; ``None`` if nobody's.
     """
@@ -91,6 +93,7 @@ class Steering(Counters):
         self.rounding = RoundingProbe(units, self.runtime.is_other_thread)
         self.knobs.batch_size.on_lost = self._note_lost
         self.lower_batch_size: Callable[[int], bool] | None = self._lower_batch_size
+        self.costs = CostWatch(self.knobs.unit_formats, self.runtime, config.calibration)
         self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
         self.schedules = ScheduleHold(config)
         self.learning_rate = LearningRate(config.batch.learning_rate)
@@ -197,7 +200,10 @@ class Steering(Counters):
 
     def _open_window(self) -> None:
         self.apply_pending()
-        if self.knobs.changes != self._seen_changes:
+        has_new_formats = self.knobs.changes != self._seen_changes
+        if self.costs.is_wanted:
+            self.costs.open_window(self.is_sampling and not self.is_compiled, has_new_formats)
+        if has_new_formats:
             self._seen_changes = self.knobs.changes
             self.telemetry.note_new_formats()
             self.coupling.follow_formats(self.window)
@@ -332,6 +338,7 @@ class Steering(Counters):
             return False
         if self._shadow is not None:
             self._shadow.restore()
+        self.costs.forget_calls()
         return True
 
     # ---- windows lost to memory ----
@@ -476,6 +483,7 @@ class Steering(Counters):
             "learning_rate": self.learning_rate.state_dict(),
             "pending": self.requests.state(),
             "history": self.history.state(),
+            "costs": self.costs.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -502,6 +510,7 @@ class Steering(Counters):
             self.rounding.load_state_dict(state["rounding"])
         self.knobs.load_state_dict(state["knobs"], self.window)
         self.coupling.load_state_dict(state.get("plan"))
+        self.costs.load_state_dict(state.get("costs", {}))
         self._seen_changes = self.knobs.changes - bool(state.get("has_new_formats", False))
         self._rescue.end_trial()
         self._rescue.start_trial()

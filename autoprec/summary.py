@@ -67,6 +67,7 @@ def summarize(steering: Steering, policy: str, notes: Sequence[str] = ()) -> str
     lines += _noise_lines(steering)
     lines += _batch_lines(steering)
     lines += _kernel_lines(steering)
+    lines += steering.costs.lines()
     lines += _fault_lines(steering)
     lines += [f"  overflow   {name}: {count}" for name, count in steering.fallback.overflows.items()]
     lines += _refusals(steering)

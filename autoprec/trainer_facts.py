@@ -6,11 +6,13 @@ import math
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from autoprec.plugins import check_base
 from autoprec.precision import AutoPrecision
+from autoprec.run_length import EpochPlan, RunLength
 
 
 def check_trainer(trainer: Any) -> None:
@@ -76,6 +78,20 @@ def progress(trainer: pl.Trainer) -> float:
         return math.nan
     done = trainer.current_epoch + trainer.fit_loop.epoch_loop.batch_progress.current.ready / batches
     return min(done / epochs, 1.0)
+
+
+def expected_training_s(trainer: Any, done: int, step_s: float) -> float:
+    """Seconds that a fit trains in all; as long again as it has, where its end is not known.
+
+    Args:
+        trainer: The Trainer.
+        done: Optimizer steps that are over.
+        step_s: Seconds of a step.
+    """
+    left = RunLength.of(trainer, EpochPlan.of(trainer)).steps()
+    left_s = step_s * (done if left is None else left)
+    limits = [callback.time_remaining() for callback in trainer.callbacks if isinstance(callback, Timer)]
+    return done * step_s + min([left_s, *(limit for limit in limits if limit is not None)])
 
 
 def is_over(trainer: pl.Trainer) -> bool:

@@ -62,8 +62,12 @@ def _no_trace() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_folder(_no_trace: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps the files that Lightning writes out of the checkout. Undone, as all of monkeypatch, before the check."""
+    """Keeps the files that Lightning writes out of the checkout, and measurements of other runs out of the test.
+
+    Undone, as all of monkeypatch, before the check.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AUTOPREC_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.fixture(autouse=True)

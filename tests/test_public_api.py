@@ -21,6 +21,7 @@ PUBLIC = [
     "AutoPrecisionConfig",
     "AutoPrecisionStrategy",
     "BatchConfig",
+    "CalibrationConfig",
     "ClipConfig",
     "Controller",
     "Decision",

@@ -288,6 +288,10 @@ NOT_SAVED = {
     "_due": "when the next copy is taken",
     "_has_new_copy": "whether one was taken since the run went back",
     "_from_start": "looked up with the first copy",
+    "calls": "set when a window opens, and kept as workloads",
+    "_step_s": "times of steps are of one process",
+    "_last_s": "the same",
+    "_cache": "read anew",
 }
 
 
