@@ -162,8 +162,8 @@ def _demo(out: Path, minutes: float, threads: int, quick: bool) -> None:
     except OSError as error:
         message = f"Cannot write into '{out}': {error.strerror}. Choose another folder."
         raise typer.BadParameter(message, param_hint="'--out'") from error
+    from autoprec.compare.turns import RunError
     from autoprec.demo.run import DemoSettings, run_demo
-    from autoprec.demo.turns import RunError
 
     try:
         run_demo(DemoSettings(out=out, minutes=minutes, threads=threads, quick=quick))

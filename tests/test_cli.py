@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 
 from autoprec import __version__, cli
+from autoprec.compare.turns import MIN_ROUNDS, RunError
 from autoprec.demo import run
 from autoprec.demo.results import ENOUGH_ROUNDS
 from autoprec.demo.tasks import INTERVAL, gpt_task
-from autoprec.demo.turns import MIN_ROUNDS, RunError
 
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported, as examples do
 

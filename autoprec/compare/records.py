@@ -154,9 +154,7 @@ def _step(entry: Mapping[str, Any]) -> Step:
 
 
 def _evaluation(entry: Mapping[str, Any]) -> Evaluation:
-    return Evaluation(
-        step=int(entry["step"]), elapsed_s=float(entry["elapsed_s"]), metrics=_numbers(entry["metrics"])
-    )
+    return Evaluation(step=int(entry["step"]), elapsed_s=float(entry["elapsed_s"]), metrics=_numbers(entry["metrics"]))
 
 
 def _number(value: Any) -> float | None:

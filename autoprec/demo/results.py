@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autoprec.demo.messages import Done, Turn
+from autoprec.compare.messages import Done, Turn
 
 SAME_TIME = 0.05
 """Step-time ratios nearer to 1 than this count as no difference."""
@@ -41,7 +41,7 @@ class RunResult:
     def add_turn(self, turn: Turn) -> None:
         """Adds the steps of one turn."""
         self.rounds.append(turn.step_s)
-        self.losses += turn.losses
+        self.losses += [math.nan if loss is None else loss for loss in turn.losses]
         self.format_changes += turn.formats
 
     def add_point(self, loss: float) -> None:

@@ -1,0 +1,316 @@
+"""A callback that lets a fit step only while it is its turn, and measures what it does.
+
+Between turns the process blocks on a pipe and uses no processor time. What lives here: turns, step times, losses,
+validations and formats of one fit. What does not: how the fit came about (``child``) and who gives turns (``turns``).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from autoprec.compare.messages import Command, Evaluate, Evaluated, Finish, Go, Ready, Reply, Turn
+from autoprec.compare.records import Evaluation
+
+Clock = Literal["wall", "cpu"]
+
+TRAIN_LOSS = "train_loss"
+"""Name of the mean training loss since the evaluation before."""
+
+CHECKED_BATCHES = 16
+"""First batches of a run that are compared with those of other runs."""
+
+
+class GateHooks:
+    """The hooks of the callback; :func:`make_gate` joins them to the callback class of a Trainer's package.
+
+    Stands first among the callbacks: a step is the time from one passage to the next arrival, so that data loading and
+    the hooks of every other callback count. Validation does not.
+
+    Args:
+        connection: Where commands come from and replies go; ``None`` lets the fit pass freely and only measures.
+        clock: ``"wall"``, or ``"cpu"`` for the processor time of this thread, which other load on the machine leaves
+            alone.
+        evaluate: Returns the held-out loss of a module when it is asked for.
+        meter: Makes a context that counts energy and has ``read() -> (joules, source)``.
+        on_start: Called with Trainer and module before the first step; returns the changes to report.
+    """
+
+    def __init__(
+        self,
+        connection: Connection | None,
+        clock: Clock = "wall",
+        evaluate: Callable[[Any], float] | None = None,
+        meter: Callable[[], AbstractContextManager[Any]] | None = None,
+        on_start: Callable[[Any, Any], tuple[str, ...]] | None = None,
+    ) -> None:
+        self.connection = connection
+        self.step = 0
+        self.elapsed_s = 0.0
+        self.evaluations: list[Evaluation] = []
+        self.batches: list[str] = []
+        self.joules: float | None = None
+        self.energy_source: str | None = None
+        self._now = time.thread_time if clock == "cpu" else time.perf_counter
+        self._evaluate = evaluate
+        self._make_meter = meter
+        self._meter: AbstractContextManager[Any] | None = None
+        self._on_start = on_start
+        self._device = torch.device("cpu")
+        self._open_steps = 0
+        self._is_last = False
+        self._started: float | None = None
+        self._spent_s = 0.0
+        self._batches_of_step = 0
+        self._global_step = 0
+        self._loss: Tensor | None = None
+        self._step_losses: list[Tensor] = []
+        self._recent: list[float] = []
+        self._turn = Turn()
+        self._losses: list[list[Tensor]] = []
+        self._map: dict[str, str] = {}
+
+    # ---- hooks ----
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Reports that the run stands before its first step."""
+        self._device = pl_module.device
+        changes = () if self._on_start is None else self._on_start(trainer, pl_module)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+        self._send(Ready(parameters, changes, str(self._device)))
+        self._note_formats(trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Ends the step before if it is complete, waits for a turn where none is left, and starts the clock."""
+        self._stop_clock()
+        if self._is_complete(trainer):
+            self._end_step(trainer)
+        if self._batches_of_step == 0:
+            if self._open_steps == 0:
+                self._serve(trainer, pl_module)
+            self._open_steps -= 1
+            if self._is_last and self._open_steps == 0:
+                trainer.should_stop = True
+            self._global_step = trainer.global_step
+        if len(self.batches) < CHECKED_BATCHES:
+            self.batches.append(digest_of_batch(batch))
+        self._batches_of_step += 1
+        self._started = self._now()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Keeps the loss of the batch; it is read after the clock has stopped."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            # Lightning has divided it for accumulation
+            self._step_losses.append(loss.detach() * trainer.accumulate_grad_batches)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Ends the step that validation follows: validating is no part of it."""
+        self._stop_clock()
+        if self._is_complete(trainer):
+            self._end_step(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Keeps the metrics of the module's own validation."""
+        if not trainer.sanity_checking:
+            self._add_evaluation(scalars(trainer.callback_metrics))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Seeds all generators anew: formats draw differently, and the order of samples must not depend on them."""
+        self._stop_clock()
+        if self._is_complete(trainer):
+            self._end_step(trainer)
+        reseed(trainer.current_epoch + 1)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Ends the last step and stays for evaluations until told to finish."""
+        self._stop_clock()
+        if self._batches_of_step:
+            self._end_step(trainer)
+        self._turn.is_over = True
+        self._serve(trainer, pl_module)
+
+    # ---- steps ----
+
+    def _stop_clock(self) -> None:
+        if self._started is not None:
+            self._spent_s += self._now() - self._started
+            self._started = None
+
+    def _is_complete(self, trainer: Any) -> bool:
+        if not self._batches_of_step:
+            return False
+        has_stepped = bool(trainer.global_step != self._global_step)
+        return has_stepped or self._batches_of_step >= trainer.accumulate_grad_batches
+
+    def _end_step(self, trainer: Any) -> None:
+        self._turn.step_s.append(self._spent_s)
+        self._losses.append(self._step_losses)
+        self._step_losses, self._spent_s, self._batches_of_step = [], 0.0, 0
+        self.step += 1
+        self.elapsed_s += self._turn.step_s[-1]
+        self._note_formats(trainer)
+
+    def _note_formats(self, trainer: Any) -> None:
+        steered = steered_callback(trainer)
+        if steered is None:
+            return
+        current = dict(steered.precision_map())
+        if current != self._map:
+            self._map = current
+            self._turn.formats.append((self.step, current))
+
+    def _add_evaluation(self, metrics: dict[str, float]) -> None:
+        self._read_losses()
+        if self._recent:
+            metrics.setdefault(TRAIN_LOSS, math.fsum(self._recent) / len(self._recent))
+        evaluation = Evaluation(step=self.step, elapsed_s=self.elapsed_s, metrics=metrics)
+        if self.evaluations and self.evaluations[-1].step == self.step:
+            evaluation.metrics.update({**self.evaluations[-1].metrics, **metrics})
+            self.evaluations[-1] = evaluation
+        else:
+            self._recent = []
+            self.evaluations.append(evaluation)
+
+    def add_final_evaluation(self, metrics: dict[str, float]) -> None:
+        """Adds the metrics of the trained model, or joins them to those of a validation after the last step."""
+        self._add_evaluation(metrics)
+
+    def _read_losses(self) -> None:
+        for losses in self._losses[len(self._turn.losses) :]:
+            value = math.fsum(map(float, losses)) / len(losses) if losses else None
+            self._turn.losses.append(value)
+            if value is not None:
+                self._recent.append(value)
+
+    # ---- turns ----
+
+    def _serve(self, trainer: Any, module: Any) -> None:
+        self._end_turn()
+        if self.connection is None:
+            self._open_steps = 1 << 60
+            return
+        while True:
+            command: Command = self.connection.recv()
+            if isinstance(command, Evaluate):
+                assert self._evaluate is not None, "this run evaluates by its own validation only"
+                self._send(Evaluated(self._evaluate(module)))
+            elif isinstance(command, Go):
+                self._open_steps, self._is_last = command.steps, command.last
+                break
+            else:
+                assert isinstance(command, Finish), f"unknown command {command!r}"
+                return
+        if self._make_meter is not None:
+            self._meter = self._make_meter()
+            self._meter.__enter__()
+
+    def _end_turn(self) -> None:
+        self._read_meter()
+        turn = self._turn
+        if not turn.step_s and not turn.is_over:
+            return
+        if self._device.type == "cuda" and turn.step_s:
+            turn.step_s = self._spread_over(turn.step_s)
+        self._read_losses()
+        turn.evaluations = self.evaluations[:]
+        self._send(turn)
+        self._turn, self._losses = Turn(), []
+
+    def _spread_over(self, step_s: list[float]) -> list[float]:
+        # a GPU runs behind: only the time of the whole turn is that of its steps
+        begun = time.perf_counter()
+        torch.cuda.synchronize(self._device)
+        rest = time.perf_counter() - begun
+        self.elapsed_s += rest
+        return [(math.fsum(step_s) + rest) / len(step_s)] * len(step_s)
+
+    def _read_meter(self) -> None:
+        if self._meter is None:
+            return
+        meter, self._meter = self._meter, None
+        meter.__exit__(None, None, None)
+        joules, self.energy_source = meter.read()  # type: ignore[attr-defined]
+        if joules is not None:
+            self.joules = joules + (self.joules or 0.0)
+
+    def _send(self, reply: Reply) -> None:
+        if self.connection is not None:
+            self.connection.send(reply)
+
+
+@functools.cache
+def _gate_class(base: type) -> type:
+    return type("Gate", (GateHooks, base), {"__doc__": GateHooks.__doc__})
+
+
+def make_gate(base: type, *arguments: Any, **options: Any) -> GateHooks:
+    """Returns a gate that is a callback of a certain package.
+
+    Args:
+        base: ``lightning.pytorch.Callback``, or that of ``pytorch_lightning``.
+        arguments: Those of :class:`GateHooks`.
+        options: The same.
+    """
+    gate: GateHooks = _gate_class(base)(*arguments, **options)
+    return gate
+
+
+def steered_callback(trainer: Any) -> Any | None:
+    """Returns the callback that steers formats, None in a static run."""
+    return next((callback for callback in trainer.callbacks if hasattr(callback, "precision_map")), None)
+
+
+def reseed(epoch: int) -> None:
+    """Seeds Python's, numpy's and torch's generators from the seed of the run and the epoch."""
+    import os
+    import random
+
+    import numpy as np
+
+    seed = (int(os.environ.get("PL_GLOBAL_SEED", "0")) + 1_000_003 * epoch) % 2**32
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics that are single numbers, without autoprec's own."""
+    kept = {name: value for name, value in metrics.items() if not name.startswith("autoprec/")}
+    return {
+        name: float(value)
+        for name, value in kept.items()
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+def digest_of_batch(batch: Any) -> str:
+    """Returns a digest of the tensors of a batch that is the same whatever an arm does to their floating type."""
+    digest = hashlib.sha256()
+    for tensor in _tensors(batch):
+        part = tensor.detach().flatten()[:4096]
+        part = part.to(torch.bfloat16).view(torch.int16) if part.is_floating_point() else part
+        digest.update(repr(tuple(tensor.shape)).encode() + part.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, (list, tuple)):
+        for value in batch:
+            yield from _tensors(value)
