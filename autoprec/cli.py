@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from autoprec import __version__
-from autoprec.demo.machine import version
+from autoprec.machine import version
 
 if TYPE_CHECKING:
     import typer

@@ -22,9 +22,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from autoprec import machine
 from autoprec.compare.messages import Done, Go, Ready, Turn
 from autoprec.compare.turns import RunError
-from autoprec.demo import data, machine
+from autoprec.demo import data
 from autoprec.demo.models import ByteGPT, DigitsCNN
 from autoprec.demo.picture import draw, merged_rows, smooth
 from autoprec.demo.record import write_json

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autoprec.compare.messages import Command, Evaluate, Evaluated, Finish, Go, Ready, Reply, Turn
+from autoprec.compare.outputs import OutputRecorder
 from autoprec.compare.records import Evaluation
 
 Clock = Literal["wall", "cpu"]
@@ -42,7 +43,21 @@ class GateHooks:
             alone.
         evaluate: Returns the held-out loss of a module when it is asked for.
         meter: Makes a context that counts energy and has ``read() -> (joules, source)``.
+
+    Attributes:
+        connection: As above; may be set until the fit starts.
+        on_setup: Called with the Trainer before any other callback is set up.
         on_start: Called with Trainer and module before the first step; returns the changes to report.
+        free_steps: Steps after which a fit without a connection ends, ``None`` for as many as the Trainer takes.
+        recorder: Is told of the end of each batch of a validation.
+        has_started: Whether a fit has come to its first step.
+        step: Steps taken.
+        elapsed_s: Seconds in them.
+        device: Where the module is.
+        evaluations: Metrics of all validations.
+        batches: Digests of the first batches.
+        joules: Energy of the turns, ``None`` where nothing counts it.
+        energy_source: What counted it.
     """
 
     def __init__(
@@ -51,9 +66,15 @@ class GateHooks:
         clock: Clock = "wall",
         evaluate: Callable[[Any], float] | None = None,
         meter: Callable[[], AbstractContextManager[Any]] | None = None,
-        on_start: Callable[[Any, Any], tuple[str, ...]] | None = None,
     ) -> None:
         self.connection = connection
+        self.on_setup: Callable[[Any], object] = lambda trainer: None
+        self.on_start: Callable[[Any, Any], tuple[str, ...]] = lambda trainer, module: ()
+        self.free_steps: int | None = None
+        self.recorder: OutputRecorder | None = None
+        self.has_started = False
+        self.device = torch.device("cpu")
+        self.formats: dict[str, str] = {}
         self.step = 0
         self.elapsed_s = 0.0
         self.evaluations: list[Evaluation] = []
@@ -64,8 +85,6 @@ class GateHooks:
         self._evaluate = evaluate
         self._make_meter = meter
         self._meter: AbstractContextManager[Any] | None = None
-        self._on_start = on_start
-        self._device = torch.device("cpu")
         self._open_steps = 0
         self._is_last = False
         self._started: float | None = None
@@ -77,18 +96,24 @@ class GateHooks:
         self._recent: list[float] = []
         self._turn = Turn()
         self._losses: list[list[Tensor]] = []
-        self._map: dict[str, str] = {}
 
     # ---- hooks ----
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stands before the setup of all other callbacks."""
+        if stage == "fit":
+            self.on_setup(trainer)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Reports that the run stands before its first step."""
-        self._device = pl_module.device
-        changes = () if self._on_start is None else self._on_start(trainer, pl_module)
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self.device = pl_module.device
+        self.has_started = True
+        self._open_steps, self._is_last = 0, False
+        changes = self.on_start(trainer, pl_module)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-        self._send(Ready(parameters, changes, str(self._device)))
+        self._send(Ready(parameters, tuple(changes), str(self.device)))
         self._note_formats(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -120,6 +145,11 @@ class GateHooks:
         self._stop_clock()
         if self._is_complete(trainer):
             self._end_step(trainer)
+
+    def on_validation_batch_end(self, *arguments: Any, **options: Any) -> None:
+        """Tells the recorder of outputs that a batch has ended."""
+        if self.recorder is not None:
+            self.recorder.end_batch()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Keeps the metrics of the module's own validation."""
@@ -167,8 +197,8 @@ class GateHooks:
         if steered is None:
             return
         current = dict(steered.precision_map())
-        if current != self._map:
-            self._map = current
+        if current != self.formats:
+            self.formats = current
             self._turn.formats.append((self.step, current))
 
     def _add_evaluation(self, metrics: dict[str, float]) -> None:
@@ -199,7 +229,8 @@ class GateHooks:
     def _serve(self, trainer: Any, module: Any) -> None:
         self._end_turn()
         if self.connection is None:
-            self._open_steps = 1 << 60
+            self._open_steps = 1 << 60 if self.free_steps is None else self.free_steps
+            self._is_last = self.free_steps is not None
             return
         while True:
             command: Command = self.connection.recv()
@@ -221,7 +252,7 @@ class GateHooks:
         turn = self._turn
         if not turn.step_s and not turn.is_over:
             return
-        if self._device.type == "cuda" and turn.step_s:
+        if self.device.type == "cuda" and turn.step_s:
             turn.step_s = self._spread_over(turn.step_s)
         self._read_losses()
         turn.evaluations = self.evaluations[:]
@@ -231,7 +262,7 @@ class GateHooks:
     def _spread_over(self, step_s: list[float]) -> list[float]:
         # a GPU runs behind: only the time of the whole turn is that of its steps
         begun = time.perf_counter()
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
         rest = time.perf_counter() - begun
         self.elapsed_s += rest
         return [(math.fsum(step_s) + rest) / len(step_s)] * len(step_s)
