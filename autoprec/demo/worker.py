@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from autoprec.demo.messages import Command, Done, Evaluate, Evaluated, Failed, Finish, Go, Ready, Reply, Turn
 from autoprec.demo.tasks import CLIP_NORM, Arm, Material, Task
+from autoprec.resident_memory import peak_resident_bytes
 from autoprec.units import find_units
 
 
@@ -189,16 +190,6 @@ def _final_state(trainer: pl.Trainer, module: pl.LightningModule) -> Done:
         loss_scale=steered.loss_scale,
         clip_threshold=steered.clip_threshold,
     )
-
-
-def peak_resident_bytes() -> int | None:
-    """Returns the largest resident memory of this process so far, None where the system does not tell."""
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _redirect_output(log: Path) -> None:
