@@ -32,7 +32,6 @@ from autoprec.demo.record import write_json
 from autoprec.demo.results import (
     LossDifference,
     RunResult,
-    Spread,
     loss_difference,
     loss_verdict,
     pairs_of,
@@ -45,6 +44,7 @@ from autoprec.demo.summary import TaskSummary, last_line, plain_words, summarise
 from autoprec.demo.table import build_table
 from autoprec.demo.tasks import ARMS, AUTOPREC, BASELINE, Arm, Material, Task, cnn_task, gpt_task
 from autoprec.demo.turns import open_task, run_in_turns
+from autoprec.paired import Spread
 
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
 

@@ -66,9 +66,9 @@ def parse_arm(name: str) -> Arm:
     if head != AUTOPREC or (colon and not policy):
         known = [*DEFAULT, f"{AUTOPREC}:rule"]
         raise ValueError(
-            f"Passed `--arms {name}`. Arms are {', '.join(STATIC)}, {AUTOPREC} (default policy) and {AUTOPREC}:POLICY, with"
-            " a policy such as `rule`, `fixed:bf16`, the path of a map, or `module:function` for a controller of your"
-            f" own.{nearest(name, known)}"
+            f"Passed `--arms {name}`. Arms are {', '.join(STATIC)}, {AUTOPREC} (default policy) and {AUTOPREC}:POLICY,"
+            " with a policy such as `rule`, `fixed:bf16`, the path of a map, or `module:function` for your own controller."
+            f"{nearest(name, known)}"
         )
     if policy and not _is_reference(policy):
         from autoprec.controller import resolve_policy
@@ -139,7 +139,7 @@ def make_callback(arm: Arm, interval: int | None) -> Any:
     if isinstance(made, Controller):
         return AutoPrecisionCallback(made, **options)
     raise NotRunnableError(
-        f"`{arm.policy}` returned a `{type(made).__qualname__}`; it must return a Controller or an AutoPrecisionCallback"
+        f"`{arm.policy}` returned a `{type(made).__qualname__}`; it must return a Controller or a callback of autoprec"
     )
 
 

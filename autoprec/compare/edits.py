@@ -147,7 +147,7 @@ def _replace_loggers(edit: Edit, folder: Path) -> None:
 def _redirected(edit: Edit, callbacks: list[Any], folder: Path) -> list[Any]:
     bar_class = edit.named("callbacks.ProgressBar")
     checkpoint_class = edit.named("callbacks.ModelCheckpoint")
-    kept = []
+    kept: list[Any] = []
     for callback in callbacks:
         if isinstance(callback, bar_class):
             edit.changes.append(f"taken out: {type(callback).__qualname__}, the comparison shows progress itself")

@@ -113,7 +113,7 @@ class GateHooks:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-        self._send(Ready(parameters, tuple(changes), str(self.device)))
+        self._send(Ready(parameters, tuple(changes), str(self.device), planned_steps(trainer)))
         self._note_formats(trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -296,6 +296,17 @@ def make_gate(base: type, *arguments: Any, **options: Any) -> GateHooks:
     """
     gate: GateHooks = _gate_class(base)(*arguments, **options)
     return gate
+
+
+def planned_steps(trainer: Any) -> int | None:
+    """Returns the steps of the whole training, ``None`` where nothing but time or a callback ends it."""
+    ends = [float(trainer.max_steps)] if trainer.max_steps >= 0 else []
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        batches = trainer.num_training_batches
+        per_epoch = batches if math.isinf(batches) else math.ceil(batches / trainer.accumulate_grad_batches)
+        ends.append(per_epoch * trainer.max_epochs)
+    end = min(ends, default=math.inf)
+    return None if math.isinf(end) else int(end)
 
 
 def steered_callback(trainer: Any) -> Any | None:

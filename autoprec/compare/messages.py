@@ -34,11 +34,13 @@ class Ready:
         parameters: Numbers in the model.
         changes: What was changed in the arguments of the Trainer, a line for each point.
         device: Where the model is.
+        steps: Steps of the whole training, ``None`` where it has no end that is known.
     """
 
     parameters: int
     changes: tuple[str, ...] = ()
     device: str = "cpu"
+    steps: int | None = None
 
 
 @dataclass

@@ -80,8 +80,8 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what JSON can hold; numbers that are not finite become strings that ``float`` reads."""
-        encoded: dict[str, Any] = _encoded(asdict(self))
-        return encoded
+        document: dict[str, Any] = encoded(asdict(self))
+        return document
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Run:
@@ -125,7 +125,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Returns what JSON can hold, with the version of the layout."""
         runs = [run.to_dict() for run in self.runs]
-        return {"version": VERSION, "task": self.task, "settings": _encoded(self.settings), "runs": runs}
+        return {"version": VERSION, "task": self.task, "settings": encoded(self.settings), "runs": runs}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Comparison:
@@ -165,9 +165,14 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
 
 
-def _encoded(value: Any) -> Any:
+def encoded(value: Any) -> Any:
+    """Returns a value as JSON can hold it: numbers that are not finite become strings that ``float`` reads.
+
+    Args:
+        value: Mappings, sequences, strings, numbers, ``None``.
+    """
     if isinstance(value, Mapping):
-        return {key: _encoded(entry) for key, entry in value.items()}
+        return {key: encoded(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_encoded(entry) for entry in value]
+        return [encoded(entry) for entry in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

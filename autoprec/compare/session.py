@@ -1,7 +1,7 @@
 """One run of a comparison in its process: the target's first fit behind a gate, later ones on record.
 
-What lives here: what one run trains and what it reports at its end. What does not: how arguments of Trainers are changed
-(``edits``), and turns (``turns``).
+What lives here: what one run trains and what it reports at its end. What does not: how arguments of Trainers are
+changed (``edits``), and turns (``turns``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a command trains: a function, a LightningCLI config or a script, resolved from the text of the command line.
 
-:func:`load_target` checks what can be checked without running anything of the user's; :meth:`Target.train` runs it. Both
-serve every command that trains something of the user's.
+:func:`load_target` checks what can be checked without running anything of the user's; :meth:`Target.train` runs it.
+Both serve every command that trains something of the user's.
 """
 
 from __future__ import annotations
@@ -271,6 +271,6 @@ def _loaders(target: Target, data: Any) -> dict[str, Any]:
     if hasattr(data, "__iter__"):
         return {"train_dataloaders": data}
     raise TargetError(
-        f"`{target.text}` returned data of type `{type(data).__qualname__}`. It must be a LightningDataModule, a loader,"
-        " a pair (training loader, validation loader) or None."
+        f"`{target.text}` returned data of type `{type(data).__qualname__}`. It must be a LightningDataModule, a"
+        " loader, a pair (training loader, validation loader) or None."
     )

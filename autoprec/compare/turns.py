@@ -204,7 +204,7 @@ def take_turns(
     on_turn: OnTurn,
     on_round: Callable[[int, int, bool], object] = lambda before, steps, is_last: None,
     on_failure: OnFailure = raise_failure,
-) -> int:
+) -> tuple[int, int]:
     """Lets every run step to the end of the plan, a few steps in turn.
 
     Args:
@@ -215,7 +215,7 @@ def take_turns(
         on_failure: Called with a run that failed, which then has no further turn.
 
     Returns:
-        The steps that runs took which did not end by themselves.
+        The steps that runs took which did not end by themselves, and those of the last turn but one.
     """
     active = list(workers)
     steps, round_s, index = 0, 0.0, 0
@@ -240,7 +240,7 @@ def take_turns(
         on_round(before, steps, is_last)
         index += 1
         if is_last:
-            return steps
+            return steps, turn
         if plan.turn is None and index == 2:  # the first steps of a run are slow
             turn = min(MAX_TURN, max(1, int(TURN_S / max(slowest_s, 1e-6))))
-    return steps
+    return steps, turn
