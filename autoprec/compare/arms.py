@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autoprec.compare.child import PlainError
 from autoprec.formats import nearest
 
 AUTOPREC = "autoprec"
@@ -20,8 +21,8 @@ STATIC = (FP32, "32-true-medium", "bf16-mixed", "bf16-true", "16-mixed")
 DEFAULT = (*STATIC, AUTOPREC)
 
 
-class NotRunnableError(RuntimeError):
-    """An arm cannot run here; the message says why."""
+class NotRunnableError(PlainError):
+    """An arm cannot run here."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def parse_arm(name: str) -> Arm:
         known = [*DEFAULT, f"{AUTOPREC}:rule"]
         raise ValueError(
             f"Passed `--arms {name}`. Arms are {', '.join(STATIC)}, {AUTOPREC} (default policy) and {AUTOPREC}:POLICY,"
-            " with a policy such as `rule`, `fixed:bf16`, the path of a map, or `module:function` for your own controller."
+            " with a policy such as `rule`, `fixed:bf16`, the path of a map, or `module:function` for your own."
             f"{nearest(name, known)}"
         )
     if policy and not _is_reference(policy):

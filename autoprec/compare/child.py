@@ -21,8 +21,12 @@ from autoprec.resident_memory import peak_resident_bytes
 from autoprec.units import find_units
 
 
-class TargetError(Exception):
-    """What is to be trained cannot be: the message says what was passed, what is allowed and what to do."""
+class PlainError(Exception):
+    """An error whose message says all: what was passed, what is allowed and what to do."""
+
+
+class TargetError(PlainError):
+    """What is to be trained cannot be."""
 
 
 Body = Callable[[Connection], Done]
@@ -50,9 +54,8 @@ def serve(body: Body, threads: int, connection: Connection, log: Path) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         sys.exit(1)
     except BaseException as error:
-        # a message that is a traceback already, or none, is no help in a table
         words = str(error).strip() or "without a message"
-        message = words if isinstance(error, TargetError) else f"{type(error).__name__}: {words}"
+        message = words if isinstance(error, PlainError) else f"{type(error).__name__}: {words}"
         text = traceback.format_exc()
         print(text, file=sys.stderr, flush=True)
         connection.send(Failed(text, message, isinstance(error, TargetError)))

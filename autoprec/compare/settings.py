@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from autoprec import __version__
 from autoprec.compare.arms import DEFAULT, Arm, parse_arms
 from autoprec.compare.gate import Clock
 from autoprec.compare.targets import Target
@@ -92,7 +93,8 @@ class CompareSettings:
             "clock": self.used_clock,
             "interval": self.interval,
             "evaluate_every": self.evaluate_every,
-            **{name: version(name) for name in ("torch", "lightning", "autoprec")},
+            "autoprec": __version__,
+            **{name: version(name) for name in ("torch", "lightning")},
         }
 
 
