@@ -11,6 +11,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from autoprec import __version__
+from autoprec.commands import compare
 from autoprec.machine import version
 
 if TYPE_CHECKING:
@@ -140,6 +141,8 @@ def build_app() -> typer.Typer:
     def doctor() -> None:
         for line in diagnosis():
             typer.echo(line)
+
+    compare.add_to(app)
 
     @app.command("version", help="Prints the version.")
     def version_() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from autoprec.compare.arms import AUTOPREC
-from autoprec.compare.outputs import load_outputs
+from autoprec.compare.fidelity import compare_outputs
 from autoprec.compare.records import Run
 from autoprec.compare.store import Store, Stored
+
+SUFFIX = ".safetensors"
+"""Of files with outputs."""
 
 
 def notes_of(store: Store, runs: Sequence[Run]) -> list[str]:
@@ -99,11 +103,34 @@ def consistency_row(store: Store, arm: str, seed: int, suffix: str) -> dict[str,
 
 
 def _sqnr(store: Store, arm: str, seed: int, suffix: str) -> float | None:
-    one, other = (load_outputs(store.path("outputs", name, seed, ".pt")) for name in (arm, arm + suffix))
-    if one is None or other is None or one.shape != other.shape:
+    found = fidelity(store.path("outputs", arm + suffix, seed, SUFFIX), store.path("outputs", arm, seed, SUFFIX))
+    return None if found is None else found.get("logit_sqnr_db", found.get("sqnr_db"))
+
+
+def fidelity(outputs: Path, reference: Path) -> dict[str, float] | None:
+    """Returns how far outputs are from those of another run, ``None`` where there are none that can be compared.
+
+    Args:
+        outputs: File of the run.
+        reference: File of the run that it is held against.
+    """
+    if not (outputs.is_file() and reference.is_file()):
         return None
-    noise = float((one - other).double().square().sum())
-    signal = float(one.double().square().sum())
-    if noise == 0.0:
-        return None  # the same bits
-    return 10.0 * math.log10(signal / noise) if signal > 0.0 and math.isfinite(noise) else -math.inf
+    try:
+        return compare_outputs(outputs, reference)
+    except ValueError:  # arms that ended after different numbers of samples, say
+        return None
+
+
+def with_fidelity(store: Store, run: Run, reference: str) -> Run:
+    """Returns a run with the fidelity of its outputs.
+
+    Args:
+        store: Where the outputs are.
+        run: The run.
+        reference: Name of the arm that it is held against, with the same seed.
+    """
+    if run.arm == reference:
+        return run
+    files = [store.path("outputs", arm, run.seed, SUFFIX) for arm in (run.arm, reference)]
+    return replace(run, fidelity=fidelity(*files))

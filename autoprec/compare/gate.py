@@ -7,19 +7,22 @@ validations and formats of one fit. What does not: how the fit came about (``chi
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
+import os
+import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from autoprec.compare.batches import digest_of_batch
+from autoprec.compare.energy import EnergyMeter
 from autoprec.compare.messages import Command, Evaluate, Evaluated, Finish, Go, Ready, Reply, Turn
-from autoprec.compare.outputs import OutputRecorder
+from autoprec.compare.recorder import OutputRecorder
 from autoprec.compare.records import Evaluation
 
 Clock = Literal["wall", "cpu"]
@@ -42,7 +45,6 @@ class GateHooks:
         clock: ``"wall"``, or ``"cpu"`` for the processor time of this thread, which other load on the machine leaves
             alone.
         evaluate: Returns the held-out loss of a module when it is asked for.
-        meter: Makes a context that counts energy and has ``read() -> (joules, source)``.
 
     Attributes:
         connection: As above; may be set until the fit starts.
@@ -56,8 +58,7 @@ class GateHooks:
         device: Where the module is.
         evaluations: Metrics of all validations.
         batches: Digests of the first batches.
-        joules: Energy of the turns, ``None`` where nothing counts it.
-        energy_source: What counted it.
+        meter: Counts the energy of the turns; may be set until the first one.
     """
 
     def __init__(
@@ -65,7 +66,6 @@ class GateHooks:
         connection: Connection | None,
         clock: Clock = "wall",
         evaluate: Callable[[Any], float] | None = None,
-        meter: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.connection = connection
         self.on_setup: Callable[[Any], object] = lambda trainer: None
@@ -79,12 +79,10 @@ class GateHooks:
         self.elapsed_s = 0.0
         self.evaluations: list[Evaluation] = []
         self.batches: list[str] = []
-        self.joules: float | None = None
-        self.energy_source: str | None = None
+        self.meter: EnergyMeter | None = None
+        self._is_metering = False
         self._now = time.thread_time if clock == "cpu" else time.perf_counter
         self._evaluate = evaluate
-        self._make_meter = meter
-        self._meter: AbstractContextManager[Any] | None = None
         self._open_steps = 0
         self._is_last = False
         self._started: float | None = None
@@ -146,10 +144,12 @@ class GateHooks:
         if self._is_complete(trainer):
             self._end_step(trainer)
 
-    def on_validation_batch_end(self, *arguments: Any, **options: Any) -> None:
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Tells the recorder of outputs that a batch has ended."""
         if self.recorder is not None:
-            self.recorder.end_batch()
+            self.recorder.end_batch(batch)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Keeps the metrics of the module's own validation."""
@@ -243,12 +243,12 @@ class GateHooks:
             else:
                 assert isinstance(command, Finish), f"unknown command {command!r}"
                 return
-        if self._make_meter is not None:
-            self._meter = self._make_meter()
-            self._meter.__enter__()
+        if self.meter is not None:
+            self.meter.__enter__()
+            self._is_metering = True
 
     def _end_turn(self) -> None:
-        self._read_meter()
+        self._stop_meter()
         turn = self._turn
         if not turn.step_s and not turn.is_over:
             return
@@ -267,14 +267,10 @@ class GateHooks:
         self.elapsed_s += rest
         return [(math.fsum(step_s) + rest) / len(step_s)] * len(step_s)
 
-    def _read_meter(self) -> None:
-        if self._meter is None:
-            return
-        meter, self._meter = self._meter, None
-        meter.__exit__(None, None, None)
-        joules, self.energy_source = meter.read()  # type: ignore[attr-defined]
-        if joules is not None:
-            self.joules = joules + (self.joules or 0.0)
+    def _stop_meter(self) -> None:
+        if self.meter is not None and self._is_metering:
+            self.meter.__exit__(None, None, None)
+            self._is_metering = False
 
     def _send(self, reply: Reply) -> None:
         if self.connection is not None:
@@ -316,11 +312,6 @@ def steered_callback(trainer: Any) -> Any | None:
 
 def reseed(epoch: int) -> None:
     """Seeds Python's, numpy's and torch's generators from the seed of the run and the epoch."""
-    import os
-    import random
-
-    import numpy as np
-
     seed = (int(os.environ.get("PL_GLOBAL_SEED", "0")) + 1_000_003 * epoch) % 2**32
     random.seed(seed)
     np.random.seed(seed)
@@ -335,24 +326,3 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
         for name, value in kept.items()
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
     }
-
-
-def digest_of_batch(batch: Any) -> str:
-    """Returns a digest of the tensors of a batch that is the same whatever an arm does to their floating type."""
-    digest = hashlib.sha256()
-    for tensor in _tensors(batch):
-        part = tensor.detach().flatten()[:4096]
-        part = part.to(torch.bfloat16).view(torch.int16) if part.is_floating_point() else part
-        digest.update(repr(tuple(tensor.shape)).encode() + part.cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from _tensors(value)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from autoprec.compare.arms import Arm
+from autoprec.compare.checks import SUFFIX
 from autoprec.compare.child import TargetError
 from autoprec.compare.messages import Done, Finish, Ready, Turn
 from autoprec.compare.records import Evaluation, Run, Step, encoded
@@ -159,7 +160,7 @@ def _job(settings: CompareSettings, store: Store, arm: Arm, seed: int, suffix: s
         arm=arm,
         seed=seed,
         folder=store.path("work", name, seed),
-        outputs=store.path("outputs", name, seed, ".pt"),
+        outputs=store.path("outputs", name, seed, SUFFIX),
         threads=settings.threads,
         clock=settings.used_clock,
         interval=settings.interval,

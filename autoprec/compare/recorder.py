@@ -1,34 +1,34 @@
-"""Outputs of a trained model on held-out batches, taken while its own validation runs.
+"""Keeps the outputs of a trained model on held-out batches while its own validation runs.
 
 The output of a model is that of the last layer that gives a matrix of floating-point numbers: logits, for classifiers
-and language models alike, whatever the module calls its parts.
+and language models alike, whatever the module calls its parts and however its ``forward`` is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-MAX_VALUES = 1 << 20
-"""Most numbers that are kept of a run."""
+from autoprec.compare.batches import tensors_of
+from autoprec.compare.fidelity import LIMIT_BYTES, collect_outputs
 
 
 class OutputRecorder:
     """Keeps the outputs of a model batch by batch, up to a bound.
 
     Args:
-        max_values: Most numbers that are kept.
+        limit_bytes: Most bytes that are kept.
     """
 
-    def __init__(self, max_values: int = MAX_VALUES) -> None:
-        self._left = max_values
+    def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
+        self._left = limit_bytes
+        self._limit = limit_bytes
         self._latest: Tensor | None = None
-        self._kept: list[Tensor] = []
+        self._kept: list[dict[str, Tensor]] = []
 
     @contextmanager
     def listening(self, module: nn.Module) -> Iterator[None]:
@@ -49,20 +49,21 @@ class OutputRecorder:
         if isinstance(output, Tensor) and output.is_floating_point() and output.ndim >= 2:
             self._latest = output
 
-    def end_batch(self) -> None:
-        """Keeps the output of the batch that has ended, as rows."""
+    def end_batch(self, batch: Any) -> None:
+        """Keeps the output of the batch that has ended.
+
+        Args:
+            batch: The batch.
+        """
         latest, self._latest = self._latest, None
         if latest is None or self._left <= 0:
             return
-        rows = latest.detach().flatten(0, -2)
-        rows = rows[: max(1, self._left // max(1, rows.shape[1]))]
-        if self._kept and self._kept[-1].shape[1] != rows.shape[1]:
-            return  # another head, of another loader
-        self._left -= rows.numel()
-        self._kept.append(rows.float().cpu())
+        output = latest.detach().float().cpu()
+        self._left -= output.nbytes
+        self._kept.append({"logits" if _are_logits(output, batch) else "output": output})
 
     def save(self, path: Path) -> bool:
-        """Writes what was kept, ``[rows, classes]`` float32.
+        """Writes what was kept.
 
         Args:
             path: File to write; its folder is made if it does not exist.
@@ -70,20 +71,13 @@ class OutputRecorder:
         Returns:
             Whether there was anything.
         """
-        if not self._kept:
-            return False
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"outputs": torch.cat(self._kept)}, path)
-        return True
+        nothing = nn.Module()
+        return collect_outputs(nothing, self._kept, path, self._limit, lambda module, kept: kept) is not None
 
 
-def load_outputs(path: Path) -> Tensor | None:
-    """Returns the outputs that a run has saved, ``[rows, classes]``, ``None`` where there are none.
-
-    Args:
-        path: The file.
-    """
-    if not path.is_file():
-        return None
-    document: Mapping[str, Tensor] = torch.load(path, weights_only=True)
-    return document["outputs"]
+def _are_logits(output: Tensor, batch: Any) -> bool:
+    classes = output.shape[-1]
+    whole = [tensor for tensor in tensors_of(batch) if not tensor.is_floating_point() and not tensor.is_complex()]
+    # labels that count for nothing are negative
+    return classes > 1 and any(tensor.numel() > 0 and int(tensor.max()) < classes for tensor in whole)

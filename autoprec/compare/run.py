@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
-from autoprec.compare.arms import AUTOPREC, Arm
-from autoprec.compare.checks import consistency_row, notes_of
+from autoprec.compare.arms import AUTOPREC, FP32, Arm
+from autoprec.compare.checks import consistency_row, notes_of, with_fidelity
 from autoprec.compare.gate import TRAIN_LOSS
 from autoprec.compare.groups import NOT_RUNNABLE, extra_of, run_group
 from autoprec.compare.progress import show_progress
 from autoprec.compare.records import Comparison, Run
 from autoprec.compare.settings import CompareSettings, mode_of
-from autoprec.compare.store import Store
+from autoprec.compare.store import Store, StoreError
 from autoprec.compare.turns import Plan
 
 CONSISTENCY_SUFFIX = "@avx2"
@@ -77,6 +77,9 @@ def compare(settings: CompareSettings, console: Console, fresh: bool = False) ->
     ends = time.monotonic() + 60.0 * settings.minutes
     with show_progress(console, runs, planned) as screen:
         for index, (seed, arms, suffix) in enumerate(groups):
+            arms = tuple(arm for arm in arms if not _was_refused(store, arm))
+            if not arms:
+                continue
             plan = _plan(settings, store, ends, len(groups) - index)
             steps, turn = run_group(settings, store, arms, seed, plan, screen, suffix)
             if steps and not store.plan:
@@ -102,12 +105,28 @@ def consistency_arm(settings: CompareSettings) -> Arm | None:
     return next((arm for arm in settings.arms if arm.is_steered), settings.arms[0])
 
 
+def _was_refused(store: Store, arm: Arm) -> bool:
+    return any(_is_refused(stored.run) for (name, _), stored in store.runs.items() if name == arm.name)
+
+
 def _plan(settings: CompareSettings, store: Store, ends: float, left: int) -> Plan:
     plan = store.plan
     if plan:  # all seeds take as many steps as the first one
         return Plan(plan["steps"], plan["turn"], math.inf)
     now = time.monotonic()
     return Plan(settings.steps, None, now + max(0.0, ends - now) / left)
+
+
+def finished(settings: CompareSettings) -> Result | None:
+    """Returns what the folder of an interrupted comparison holds, ``None`` where no run has ended.
+
+    Args:
+        settings: What was compared.
+    """
+    try:
+        return collect(settings, Store(settings.out, settings.identity()))
+    except (NothingRanError, MetricError, StoreError):
+        return None
 
 
 def collect(settings: CompareSettings, store: Store) -> Result:
@@ -122,6 +141,8 @@ def collect(settings: CompareSettings, store: Store) -> Result:
     """
     names = [arm.name for arm in settings.arms]
     asked = [(name, seed) for seed in range(settings.seeds) for name in names]
+    repeated = consistency_arm(settings)
+    asked += [] if repeated is None else [(repeated.name + CONSISTENCY_SUFFIX, 0)]
     found = [store.runs[key].run for key in asked if key in store.runs]
     refused = {run.arm: str(run.error).removeprefix(NOT_RUNNABLE) for run in found if _is_refused(run)}
     kept = [run for run in found if run.arm not in refused]
@@ -132,9 +153,8 @@ def collect(settings: CompareSettings, store: Store) -> Result:
         )
     metric = settings.metric or default_metric(kept)
     _check_metric(metric, kept)
-    kept = [replace(run, final_metric=_final(run, metric)) for run in kept]
+    kept = [with_fidelity(store, replace(run, final_metric=_final(run, metric)), FP32) for run in kept]
     mode = settings.mode or mode_of(metric)
-    repeated = consistency_arm(settings)
     row = None if repeated is None else consistency_row(store, repeated.name, 0, CONSISTENCY_SUFFIX)
     return Result(
         Comparison(task=settings.target.name, runs=tuple(kept), settings=_words(settings, store, kept, metric)),

@@ -11,8 +11,6 @@ import importlib
 import os
 import platform
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -25,9 +23,11 @@ from autoprec import __version__
 from autoprec.compare.arms import Arm, check_runnable
 from autoprec.compare.child import TargetError, final_state, peak_bytes
 from autoprec.compare.edits import edit_arguments
+from autoprec.compare.energy import EnergyMeter
 from autoprec.compare.gate import Clock, GateHooks, make_gate, reseed
+from autoprec.compare.memory import PeakMemory
 from autoprec.compare.messages import Done
-from autoprec.compare.outputs import OutputRecorder
+from autoprec.compare.recorder import OutputRecorder
 from autoprec.compare.targets import Target
 from autoprec.machine import processor_name, version
 
@@ -103,6 +103,7 @@ class Session:
         self._connection = connection
         self._changes: list[str] = []
         self._trainers = 0
+        self._memory = PeakMemory("cpu")
         self._compared: GateHooks | None = None
         self._fits: list[dict[str, Any]] = []
         self._seen: dict[int, tuple[int, float]] = {}
@@ -112,8 +113,10 @@ class Session:
     def on_trainer(self, package: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments with which a Trainer of the target trains as the arm does."""
         spec = self._spec
+        if not self._trainers:
+            self._memory.__enter__()
         base = importlib.import_module(package).Callback
-        gate: Any = make_gate(base, None, spec.clock, meter=_meter())
+        gate: Any = make_gate(base, None, spec.clock)
         gate.on_start = partial(self._on_start, gate)
         gate.on_setup = self._on_setup
         edit = edit_arguments(
@@ -155,6 +158,7 @@ class Session:
     def _on_start(self, gate: GateHooks, trainer: Any, module: Any) -> tuple[str, ...]:
         if self._compared is None:
             self._compared, gate.connection = gate, self._connection
+            gate.meter = EnergyMeter(module.device)
         elif gate.connection is None:
             gate.free_steps = self._spec.steps
         check_runnable(self._spec.arm, module.device)
@@ -173,7 +177,7 @@ class Session:
     def _finish(self, gate: GateHooks, trainer: Any, arguments: dict[str, Any]) -> None:
         module = arguments.get("model")
         device = gate.device
-        done = final_state(trainer, module, peak_bytes(device))
+        done = final_state(trainer, module, self._peak_bytes(device))
         gate.add_final_evaluation({})
         if trainer.enable_validation:
             recorder = gate.recorder = OutputRecorder()
@@ -184,6 +188,12 @@ class Session:
         else:
             self.notes.append("no validation: the metric is the training loss, and outputs are not compared")
         self.done = done
+
+    def _peak_bytes(self, device: torch.device) -> int | None:
+        if device.type == "cuda":  # the gate has set it back before the first step
+            return peak_bytes(device)
+        self._memory.__exit__(None, None, None)
+        return self._memory.peak_bytes
 
     def report(self) -> Done:
         """Returns what the run ends with.
@@ -204,8 +214,8 @@ class Session:
             "evaluations": [asdict(evaluation) for evaluation in gate.evaluations],
             "formats": gate.formats,
             "batches": gate.batches,
-            "energy_j": gate.joules,
-            "energy_source": gate.energy_source,
+            "energy_j": None if gate.meter is None else gate.meter.joules,
+            "energy_source": None if gate.meter is None else gate.meter.source,
             "fits": self._fits,
             "notes": self.notes,
             "changes": self._changes,
@@ -245,7 +255,3 @@ def _environment(spec: RunSpec, device: torch.device) -> dict[str, str]:
         "instructions": str(torch.backends.cpu.get_cpu_capability()),
         "ended": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-
-
-def _meter() -> Callable[[], AbstractContextManager[Any]] | None:
-    return None

@@ -13,7 +13,7 @@ from autoprec.compare.gate import Clock
 from autoprec.compare.targets import Target
 from autoprec.machine import version
 
-QUICK_STEPS = 12
+QUICK_STEPS, QUICK_SEEDS, QUICK_INTERVAL = 12, 2, 4
 _HIGHER_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "iou", "dice", "bleu", "rouge", "psnr", "ssim", "r2")
 
 
@@ -96,6 +96,15 @@ class CompareSettings:
             "autoprec": __version__,
             **{name: version(name) for name in ("torch", "lightning")},
         }
+
+
+def quick_options(interval: int | None) -> dict[str, int]:
+    """Returns the settings of a comparison that only shows that everything runs.
+
+    Args:
+        interval: What the user set.
+    """
+    return {"steps": QUICK_STEPS, "seeds": QUICK_SEEDS, "interval": interval or QUICK_INTERVAL}
 
 
 def mode_of(metric: str) -> Literal["min", "max"]:
