@@ -88,8 +88,8 @@ def text(width: int = 256, layers: int = 4, length: int = 64, batch_size: int = 
         intermediate_size=4 * width,
         max_position_embeddings=length,
     )
-    data = (Words(count, length, config.vocab_size, seed) for seed, count in enumerate((4096, 256)))
-    return Classifier(BertForSequenceClassification(config)), loaders(*data, batch_size), {"max_epochs": 1}
+    train, held_out = Words(4096, length, 1000, seed=0), Words(256, length, 1000, seed=1)
+    return Classifier(BertForSequenceClassification(config)), loaders(train, held_out, batch_size), {"max_epochs": 1}
 
 
 def vision(width: int = 192, layers: int = 4, size: int = 32, batch_size: int = 32) -> Parts:
@@ -100,11 +100,12 @@ def vision(width: int = 192, layers: int = 4, size: int = 32, batch_size: int = 
         num_hidden_layers=layers,
         num_attention_heads=4,
         intermediate_size=4 * width,
-        num_labels=2,
     )
-    data = (Stripes(count, size, seed) for seed, count in enumerate((4096, 256)))
-    return Classifier(ViTForImageClassification(config)), loaders(*data, batch_size), {"max_epochs": 1}
+    train, held_out = Stripes(4096, size, seed=0), Stripes(256, size, seed=1)
+    return Classifier(ViTForImageClassification(config)), loaders(train, held_out, batch_size), {"max_epochs": 1}
 
 
-def loaders(train: Any, held_out: Any, batch_size: int) -> tuple[DataLoader[Batch], DataLoader[Batch]]:
+def loaders(
+    train: Dataset[Batch], held_out: Dataset[Batch], batch_size: int
+) -> tuple[DataLoader[Batch], DataLoader[Batch]]:
     return DataLoader(train, batch_size=batch_size, shuffle=True), DataLoader(held_out, batch_size=batch_size)

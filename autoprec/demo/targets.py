@@ -59,7 +59,7 @@ def cnn(seed: int = 0, quick: bool = False) -> Parts:
 def _data(task: Task, seed: int) -> tuple[tuple[Any, Any], dict[str, Any]]:
     material: Material = task.material(task.split, task.steps * task.batch_size, seed)
     train = DataLoader(material.train, batch_size=task.batch_size)
-    held_out = DataLoader(material.held_out, batch_size=None)  # type: ignore[arg-type]  # a list of whole batches
+    held_out: Any = DataLoader(material.held_out, batch_size=None)  # type: ignore[arg-type]  # a list of batches
     trainer = {
         "accelerator": "cpu",
         "max_epochs": 1,
