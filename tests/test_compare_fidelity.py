@@ -210,7 +210,8 @@ class Predicts(LightningModule):
         raise AssertionError("predict_step is there for this")
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return batch[0] + float(batch_idx)
+        inputs: Tensor = batch[0]
+        return inputs + float(batch_idx)
 
 
 class Inherits(LightningModule):
@@ -252,11 +253,8 @@ def test_no_more_is_saved_and_no_more_batches_are_asked_for_than_allowed(tmp_pat
     path = collect_outputs(nn.Identity(), batches(), tmp_path / "outputs", limit_bytes=4 * 8 * 4 * 2 + 40)
     assert path is not None
     saved = load_file(path)
-    assert {name: len(rows) for name, rows in saved.items()} == {
-        "000000/output": 4,
-        "000001/output": 4,
-        "000002/output": 1,
-    }
+    lengths = {"000000/output": 4, "000001/output": 4, "000002/output": 1}
+    assert {name: len(rows) for name, rows in saved.items()} == lengths
     assert asked == [0, 1, 2]
     assert all(rows.dtype == torch.float32 for rows in saved.values())
 
@@ -280,7 +278,8 @@ def test_a_model_without_such_outputs_saves_nothing(outputs: Any, tmp_path: Path
 
 
 def test_a_module_is_as_before(tmp_path: Path) -> None:
-    module = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Sequential(nn.Dropout(0.5)))
+    norm = nn.BatchNorm1d(3)
+    module = nn.Sequential(nn.Dropout(0.5), norm, nn.Sequential(nn.Dropout(0.5)))
     module[2].eval()
     modes = [part.training for part in module.modules()]
     state = torch.get_rng_state()
@@ -291,7 +290,8 @@ def test_a_module_is_as_before(tmp_path: Path) -> None:
     torch.randn(4, 3)
     assert torch.equal(after, torch.get_rng_state())
     assert [part.training for part in module.modules()] == modes
-    assert int(module[1].num_batches_tracked) == 0
+    assert norm.num_batches_tracked is not None
+    assert int(norm.num_batches_tracked) == 0
 
 
 def test_files_of_other_models_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoprec.compare.evidence import Evidence, is_steered
+from autoprec.compare.flops import tops_per_watt
 from autoprec.compare.records import Run
 from autoprec.compare.statistics import Estimate, censored_median, interquartile_mean, train_seconds
 
@@ -120,11 +121,10 @@ def _relation(evidence: Evidence, arm: str, against: str | None, difference: Est
 
 
 def _tops_per_watt(runs: Sequence[Run], flops_per_step: float | None) -> float | None:
-    """An operation for each joule is an operation a second for each watt."""
     counted = [run for run in runs if run.energy_j]
     if not counted or not flops_per_step:
         return None
-    return statistics.median(flops_per_step * len(run.steps) / (run.energy_j or math.nan) / 1e12 for run in counted)
+    return statistics.median(tops_per_watt(flops_per_step, len(run.steps), run.energy_j or math.nan) for run in counted)
 
 
 def _means(measures: Sequence[dict[str, float]]) -> dict[str, float]:
