@@ -143,8 +143,7 @@ def _own_path(target: Target) -> Iterator[None]:
     folder = str(Path(target.file).parent) if Path(target.file).suffix else None
     here = str(Path.cwd())
     sys.path[:0] = [folder] if target.kind == "script" and folder else [entry for entry in (here, folder) if entry]
-    if target.kind == "script":
-        sys.argv[:] = [target.file, *target.arguments]
+    sys.argv[:] = [target.file, *(target.arguments if target.kind == "script" else ())]
     try:
         yield
     finally:
@@ -221,11 +220,13 @@ def _find_function(target: Target) -> Any:
 
 
 def _module_of_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # workers of its loaders look for it by name, and nobody else must
+    name = path.stem if path.stem not in sys.modules else f"{path.stem}_target"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # workers of its loaders look for it by name
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
