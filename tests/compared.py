@@ -95,6 +95,10 @@ def build(dropout=0.0):
     return Net(dropout=dropout), loaders(), {"max_epochs": 2}
 
 
+def long():
+    return Net(), loaders(), {"max_epochs": 1000}
+
+
 def accumulating():
     return Net(), loaders(), {"max_epochs": 2, "accumulate_grad_batches": 3}
 

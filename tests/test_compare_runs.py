@@ -202,7 +202,7 @@ def test_what_cannot_be_trained_is_named(shell: Shell, target: str, code: int, m
     [
         (["--steps", "0"], "Passed `--steps 0`"),
         (["--minutes", "0"], "Passed `--minutes 0`"),
-        (["--margin", "-1"], "Passed `--margin -1`"),
+        (["--margin", "0"], "Passed `--margin 0`"),
         (["--mode", "lowest"], "Passed `--mode lowest`"),
     ],
 )
@@ -279,10 +279,10 @@ def test_a_damaged_file_is_made_again(shell: Shell) -> None:
 
 
 def test_all_runs_are_cut_equally_when_time_is_up(shell: Shell) -> None:
-    document = shell("training.py:build", "--minutes", "0.0001", seeds=2)
+    document = shell("training.py:long", "--minutes", "0.0001", seeds=2)
     lengths = {len(run["steps"]) for run in document["runs"]}
     assert len(lengths) == 1
-    assert lengths.pop() < 16
+    assert lengths.pop() < 100
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from autoprec.compare.child import TargetError
 from autoprec.compare.targets import load_target
 from tests.compared import Recording, write_training
 
-pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command:UserWarning")
+# lightning 2.6.6 calls what jsonargparse 4.53 has renamed
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 
 @pytest.fixture(autouse=True)

@@ -217,6 +217,10 @@ class GateHooks:
         """Adds the metrics of the trained model, or joins them to those of a validation after the last step."""
         self._add_evaluation(metrics)
 
+    def send_rest(self) -> None:
+        """Sends the steps of a turn that an exception has ended."""
+        self._end_turn()
+
     def _read_losses(self) -> None:
         for losses in self._losses[len(self._turn.losses) :]:
             value = math.fsum(map(float, losses)) / len(losses) if losses else None

@@ -41,8 +41,8 @@ def default_margin(result: Result) -> float:
     for run in result.comparison.runs:
         if run.final_metric is not None and math.isfinite(run.final_metric):
             by_arm.setdefault(run.arm, []).append(run.final_metric)
-    values = by_arm.get(FP32) or next(iter(by_arm.values()), [0.0])
-    return MARGIN_SHARE * abs(statistics.fmean(values))
+    values = by_arm.get(FP32) or next(iter(by_arm.values()), [1.0])
+    return MARGIN_SHARE * (abs(statistics.fmean(values)) or 1.0)
 
 
 def document(result: Result, verdict: Verdict) -> dict[str, Any]:

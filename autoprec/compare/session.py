@@ -83,6 +83,7 @@ def train(spec: RunSpec, connection: Connection) -> Done:
         raise
     except Exception as error:
         if session.done is None:
+            session.send_rest()
             raise
         session.notes.append(f"after its first fit the target failed with {type(error).__name__}: {error}")
     return session.report()
@@ -173,6 +174,11 @@ class Session:
             self._changes.append(f"float32 matmul precision {found!r} -> {wanted!r}")
 
     # ---- the end ----
+
+    def send_rest(self) -> None:
+        """Sends the steps before an exception."""
+        if self._compared is not None:
+            self._compared.send_rest()
 
     def _finish(self, gate: GateHooks, trainer: Any, arguments: dict[str, Any]) -> None:
         module = arguments.get("model")

@@ -65,8 +65,8 @@ class CompareSettings:
                 raise ValueError(f"Passed `--{name.replace('_', '-')} {value}`. It must be an int >= 1.")
         if not self.minutes > 0:
             raise ValueError(f"Passed `--minutes {self.minutes:g}`. It must be a number above 0.")
-        if self.margin is not None and not (math.isfinite(self.margin) and self.margin >= 0):
-            raise ValueError(f"Passed `--margin {self.margin:g}`. It must be a finite number >= 0.")
+        if self.margin is not None and not (math.isfinite(self.margin) and self.margin > 0):
+            raise ValueError(f"Passed `--margin {self.margin:g}`. It must be a finite number above 0.")
         for name, allowed in (("clock", ("wall", "cpu")), ("mode", ("min", "max"))):
             value = getattr(self, name)
             if value not in (None, *allowed):
