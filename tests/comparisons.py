@@ -36,10 +36,7 @@ def _run(
         **{
             "arm": arm,
             "seed": seed,
-            "steps": tuple(
-                Step(index=index, step_ms=step_ms * (1 + 0.01 * own.gauss(0, 1)), loss=2.0 - index / steps)
-                for index in range(steps)
-            ),
+            "steps": tuple(_step(own, index, step_ms, steps) for index in range(steps)),
             "evaluations": tuple(
                 Evaluation(step=step, elapsed_s=step * step_ms / 1e3, metrics={"val_loss": value})
                 for step, value in points
@@ -48,6 +45,10 @@ def _run(
             **fields,
         }
     )
+
+
+def _step(own: random.Random, index: int, step_ms: float, steps: int) -> Step:
+    return Step(index=index, step_ms=step_ms * (1 + 0.01 * own.gauss(0, 1)), loss=2.0 + own.random() - index / steps)
 
 
 def comparison(*arms: tuple[Run, ...], **settings: Any) -> Comparison:

@@ -219,6 +219,14 @@ def test_runs_without_steps_decide_nothing() -> None:
     assert judged(comparison(runs)).verdict == "undecided: no common seed with enough steps"
 
 
+def test_a_training_that_sets_its_own_seed_has_one_seed() -> None:
+    """Equal runs differ by nothing from each other, which must not pass for certainty."""
+    arms = [arm_runs(arm, ms, 1.0) for arm, ms in (("32-true", 10.0), ("bf16-mixed", 6.0), ("autoprec", 5.0))]
+    fixed = [tuple(replace(runs[0], seed=run.seed) for run in runs) for runs in arms]
+    found = judged(comparison(*fixed))
+    assert (found.verdict, found.difference.seeds) == ("undecided: needs 3 seeds", 1)
+
+
 def test_seeds_that_only_one_arm_has_do_not_count() -> None:
     found = judged(comparison(static(seeds=4), arm_runs("autoprec", 5.0, 1.0, seeds=3)))
     assert (found.verdict, found.time_ratio.seeds, found.difference.seeds) == ("use autoprec", 3, 3)

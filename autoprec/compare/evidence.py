@@ -132,12 +132,17 @@ class Evidence:
     def difference(self, arm: str, other: str, confidence: float | None = None) -> Estimate:
         """Returns the metric of an arm less that of another at the end, over the seeds that both have.
 
+        Seeds with the same losses throughout count as one: the training sets its own seed, and to repeat it says
+        nothing about chance.
+
         Args:
             arm: The first arm.
             other: The second.
             confidence: Level of the interval, by default that of all intervals.
         """
-        values = ((self.final(run), self.final(partner)) for run, partner in pairs_of(self.runs, arm, other))
+        pairs = pairs_of(self.runs, arm, other)
+        distinct = {(_losses(run), _losses(partner)): (run, partner) for run, partner in pairs}
+        values = ((self.final(run), self.final(partner)) for run, partner in distinct.values())
         differences = [first - second for first, second in values if first is not None and second is not None]
         return Estimate.of_mean(differences, confidence or self.confidence)
 
@@ -252,6 +257,12 @@ def is_steered(arm: str) -> bool:
         arm: Its name.
     """
     return arm.startswith(_STEERED)
+
+
+def _losses(run: Run) -> object:
+    """What tells a run from another of the same arm; its seed where it recorded no losses."""
+    losses = tuple(step.loss for step in run.steps if step.loss is not None)
+    return losses or run.seed
 
 
 def _share(some: list[Run], runs: list[Run]) -> str:
