@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,9 +138,14 @@ def _settings(target: str, words: list[str], arms: str, chosen: dict[str, Any]) 
 
 
 def _compare(settings: CompareSettings, fresh: bool, as_json: bool) -> None:
-    import json
-
     import typer
+
+    missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:  # found out now, not after hours of training
+        typer.echo(
+            f"`autoprec compare` needs {', '.join(missing)}. Run `pip install '.[cli]'` in a checkout.", err=True
+        )
+        raise typer.Exit(1)
     from rich.console import Console
 
     from autoprec.compare.child import TargetError

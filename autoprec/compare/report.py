@@ -10,10 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from autoprec.compare.arms import FP32
+from autoprec.compare.picture import draw
 from autoprec.compare.records import encoded
 from autoprec.compare.run import Result
 from autoprec.compare.settings import CompareSettings
 from autoprec.compare.store import write_json
+from autoprec.compare.table import render_table
 from autoprec.compare.verdict import Verdict, judge, summary_line
 
 MARGIN_SHARE = 0.01
@@ -62,17 +64,16 @@ def document(result: Result, verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def write_report(result: Result, verdict: Verdict, folder: Path) -> Path:
-    """Writes ``comparison.json`` and returns its path.
+def write_report(result: Result, verdict: Verdict, folder: Path) -> None:
+    """Writes ``comparison.json`` and ``comparison.png``.
 
     Args:
         result: The comparison.
         verdict: What it says.
         folder: The folder of the comparison.
     """
-    path = folder / "comparison.json"
-    write_json(path, document(result, verdict))
-    return path
+    write_json(folder / "comparison.json", document(result, verdict))
+    draw(result.comparison, verdict, folder / "comparison.png")
 
 
 def show_report(result: Result, verdict: Verdict, settings: CompareSettings, console: Console) -> None:
@@ -88,8 +89,7 @@ def show_report(result: Result, verdict: Verdict, settings: CompareSettings, con
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    for reason in verdict.reasons:
-        say(reason)
+    render_table(verdict, console)
     for arm, why in result.refused.items():
         say(f"{arm} was not run: {why}")
     if settings.margin is None:
@@ -98,7 +98,7 @@ def show_report(result: Result, verdict: Verdict, settings: CompareSettings, con
         say(_consistency_words(result.consistency))
     for note in result.notes:
         say(f"Note: {note}.")
-    say(f"Written: {settings.out / 'comparison.json'}, {settings.out / 'logs'}/")
+    say(f"Written: {settings.out / 'comparison.json'}, {settings.out / 'comparison.png'}, {settings.out / 'logs'}/")
     say(summary_line(verdict))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from autoprec.compare.records import Run
 from autoprec.compare.session import digests
 
-_PARTS = ("settings.json", "plan.json", "comparison.json", "runs", "outputs", "logs", "work")
+_PARTS = ("settings.json", "plan.json", "comparison.json", "comparison.png", "runs", "outputs", "logs", "work")
 
 
 class StoreError(RuntimeError):
