@@ -50,7 +50,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "--help")
     assert code == 0
     assert "Trainer(callbacks=[AutoPrecisionCallback()])" in out
-    assert all(command in out for command in ("demo", "doctor", "version"))
+    assert all(command in out for command in ("demo", "compare", "doctor", "version"))
     assert "batch size" not in out  # not a knob yet
 
 

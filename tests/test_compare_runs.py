@@ -22,6 +22,8 @@ import pytest
 from autoprec import cli
 from tests.compared import write_training
 
+pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
+
 CHECKOUT = Path(__file__).parents[1]
 ARMS = "32-true,bf16-mixed"
 LAST_LINE = re.compile(r"compare: task=\w+ best_static=\S+ step_ratio=(nan|\d+\.\d{3}) loss_diff=\S+ verdict=.+")
@@ -283,6 +285,51 @@ def test_all_runs_are_cut_equally_when_time_is_up(shell: Shell) -> None:
     lengths = {len(run["steps"]) for run in document["runs"]}
     assert len(lengths) == 1
     assert lengths.pop() < 100
+
+
+# others' models
+
+
+@pytest.mark.parametrize("task", ["gpt", "cnn"])
+def test_tasks_of_the_demo_are_targets(shell: Shell, task: str) -> None:
+    document = shell(f"autoprec.demo.targets:{task}", "--steps", "4 -- quick=true", arms="32-true,autoprec")
+    assert shell.code == 0, shell.err
+    assert [len(run["steps"]) for run in document["runs"]] == [4, 4]
+    assert document["verdict"]["metric"] == "val_loss"
+    assert document["runs"][1]["fidelity"]["kl"] >= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["text -- width=32 layers=1 length=8", "vision -- width=32 layers=1 size=16"])
+def test_transformers_models_are_targets(shell: Shell, words: str) -> None:
+    pytest.importorskip("transformers")
+    name, _, arguments = words.partition(" ")
+    target = f"{CHECKOUT / 'examples/compare_target.py'}:{name}"
+    document = shell(target, "--steps", "6", arguments, arms="32-true,bf16-mixed,autoprec")
+    assert shell.code == 0, shell.err
+    assert {(run["arm"], run["error"]) for run in document["runs"]} == {
+        (arm, None) for arm in ("32-true", "bf16-mixed", "autoprec")
+    }
+    assert all(run["fidelity"]["kl"] < 0.1 for run in document["runs"][1:])
+    assert any(unit.startswith("model.") for unit in document["runs"][2]["formats"])
+    assert len({run["steps"][0]["loss"] for run in document["runs"] if run["arm"] != "bf16-mixed"}) == 1
+
+
+def test_quick_says_nothing_about_speed(shell: Shell) -> None:
+    document = shell("training.py:long", "--quick", arms="32-true", seeds=5)
+    assert {run["seed"] for run in document["runs"]} == {0, 1}
+    assert {len(run["steps"]) for run in document["runs"]} == {12}
+    assert "quick: runs are far too short to say anything about speed or loss." in shell.out
+
+
+def test_help_teaches(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compare", "--help"]) == 0
+    text = " ".join(re.sub("[│╭╰─╮╯]", " ", capsys.readouterr().out).split())
+    for words in ("autoprec compare train.py -- --epochs 3", "keep bf16-mixed", "--margin", "--fresh", "goes on"):
+        assert words in text
+
+
+# what is stopped
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from autoprec import AutoPrecisionCallback
 from tests.small_fits import Plain, loader, quiet
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "docs/usage.md", "docs/behaviour.md", "CONTRIBUTING.md"]
+PAGES = ["README.md", "docs/usage.md", "docs/behaviour.md", "docs/compare.md", "CONTRIBUTING.md"]
 
 
 def blocks(page: str, language: str) -> list[str]:

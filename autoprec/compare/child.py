@@ -9,8 +9,10 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ def serve(body: Body, threads: int, connection: Connection, log: Path) -> None:
         log: File that receives what the run prints.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its runs
+    _end_with_parent()
     _redirect_output(log)
     os.environ.pop("AUTOPREC_AUTO", None)  # would add the callback to the static arms too
     torch.set_num_threads(threads)
@@ -90,6 +93,18 @@ def peak_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return peak_resident_bytes()
+
+
+def _end_with_parent() -> None:
+    """Ends this process as soon as its parent is gone, also in the middle of a step."""
+    parent = parent_process()
+    assert parent is not None, "a run has a process of its own"
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    Thread(target=watch, name="autoprec-parent", daemon=True).start()
 
 
 def _redirect_output(log: Path) -> None:

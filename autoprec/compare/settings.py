@@ -37,6 +37,7 @@ class CompareSettings:
         evaluate_every: Steps between validations, ``None`` for the target's own.
         together: Runs that take turns at a time; ``None`` for all arms of a seed.
         consistency: Run an arm once more with other instructions.
+        is_quick: Whether runs are only made to see that they run.
         out: Folder for results.
     """
 
@@ -55,6 +56,7 @@ class CompareSettings:
     evaluate_every: int | None = None
     together: int | None = None
     consistency: bool = False
+    is_quick: bool = False
     out: Path = Path("autoprec-compare")
 
     def __post_init__(self) -> None:
@@ -98,13 +100,13 @@ class CompareSettings:
         }
 
 
-def quick_options(interval: int | None) -> dict[str, int]:
+def quick_options(interval: int | None) -> dict[str, Any]:
     """Returns the settings of a comparison that only shows that everything runs.
 
     Args:
         interval: What the user set.
     """
-    return {"steps": QUICK_STEPS, "seeds": QUICK_SEEDS, "interval": interval or QUICK_INTERVAL}
+    return {"steps": QUICK_STEPS, "seeds": QUICK_SEEDS, "interval": interval or QUICK_INTERVAL, "is_quick": True}
 
 
 def mode_of(metric: str) -> Literal["min", "max"]:
