@@ -15,7 +15,7 @@ demo: $(READY)
 
 # each comparison ends with its summary line; started again after an interruption, it runs what is missing
 compare-demo: $(READY)
-	$(BIN)/autoprec compare autoprec.demo.targets:gpt --interval 10 --minutes 4.5 --margin 0.02 --out build/compare/gpt
+	$(BIN)/autoprec compare autoprec.demo.targets:gpt --interval 10 --minutes 5 --margin 0.02 --out build/compare/gpt
 	$(BIN)/autoprec compare autoprec.demo.targets:cnn --interval 10 --minutes 1.5 --margin 0.01 --out build/compare/cnn
 	@sed -n 's/^ "summary": "\(.*\)",$$/\1/p' build/compare/gpt/comparison.json build/compare/cnn/comparison.json
 

@@ -236,6 +236,13 @@ def test_equal_seeds_are_noticed(shell: Shell) -> None:
     assert any("seeds 0, 1 gave the same losses" in note for note in document["notes"])
 
 
+def test_decisions_that_come_late_are_noticed(shell: Shell) -> None:
+    document = shell("training.py:build", "--steps", "5", arms="autoprec")
+    assert any("autoprec lowered its first layer after 4 of 5 steps" in note for note in document["notes"])
+    document = shell("training.py:build", "--steps", "3", arms="autoprec", out="shorter")
+    assert any("autoprec left every layer in fp32 for all 3 steps" in note for note in document["notes"])
+
+
 def test_the_users_own_callback(shell: Shell) -> None:
     document = shell("training.py:with_callback", arms="32-true,autoprec")
     assert "32-true: Trainer 1: taken out: the AutoPrecisionCallback of the target" in shell.out

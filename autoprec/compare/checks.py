@@ -24,7 +24,7 @@ def notes_of(store: Store, runs: Sequence[Run]) -> list[str]:
         runs: The runs that are compared.
     """
     stored = [store.runs[run.arm, run.seed] for run in runs]
-    notes = [*_other_data(stored), *_equal_seeds(runs), *_lengths(runs), *_own(stored)]
+    notes = [*_other_data(stored), *_equal_seeds(runs), *_lengths(runs), *_late_decisions(stored), *_own(stored)]
     return list(dict.fromkeys(notes))
 
 
@@ -70,6 +70,20 @@ def _equal_seeds(runs: Sequence[Run]) -> Iterator[str]:
                 " and say nothing about chance. Take it from `seed_everything`, or from the function's argument `seed`."
             )
             return
+
+
+def _late_decisions(stored: Sequence[Stored]) -> Iterator[str]:
+    for each in stored:
+        steps, first = len(each.run.steps), each.extra.get("first_change")
+        if not each.run.arm.startswith(AUTOPREC) or each.run.error is not None:
+            continue
+        if first is None and set(each.run.formats.values()) <= {"fp32"}:
+            yield f"{each.run.arm} left every layer in fp32 for all {steps} steps; a smaller `--interval` decides earlier"
+        elif first is not None and first >= steps // 2:
+            yield (
+                f"{each.run.arm} lowered its first layer after {first} of {steps} steps, so its times are mostly those of"
+                " fp32; more steps, or a smaller `--interval`, show what it decides"
+            )
 
 
 def _lengths(runs: Sequence[Run]) -> Iterator[str]:
