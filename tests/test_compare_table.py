@@ -207,7 +207,7 @@ def test_without_evaluations_the_training_loss_is_drawn() -> None:
     axes = Figure().subplots()
     draw_metric(axes, bare, judged(bare))
     assert axes.get_ylabel() == "training loss"
-    assert len(axes.lines[0].get_xdata()) == 60
+    assert len(list(axes.lines[0].get_xdata())) == 60  # type: ignore[arg-type]
 
 
 def test_training_losses_are_means_of_parts() -> None:

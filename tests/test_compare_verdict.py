@@ -324,9 +324,11 @@ def test_figures_of_an_arm() -> None:
 
 
 def test_the_document_is_json_with_a_version() -> None:
-    document = json.loads(to_json(judged(comparison(static(), arm_runs("autoprec", 5.0, math.nan)))))
+    broken = arm_runs("autoprec", 5.0, math.nan, fidelity={"sqnr_db": -math.inf})
+    document = json.loads(to_json(judged(comparison(static(), broken))))
     assert document["version"] == 1
     assert document["arms"][2]["metric"]["value"] is None
+    assert float(document["arms"][2]["fidelity"]["sqnr_db"]) == -math.inf
     assert document["arms"][0]["arm"] == "32-true"
     assert document["headline"].startswith("Keep bf16-mixed")
 

@@ -232,7 +232,8 @@ def find_counter(device: torch.device, probes: Probes) -> tuple[Counter | None, 
     elif device.type == "cpu":
         makers.append(lambda: RaplCounter(probes))
     makers.append(lambda: Estimate(probes))
-    reasons = [] if len(makers) > 1 else [f"autoprec knows no counter for {device.type} devices"]
+    kind = "AMD's" if device.type == "cuda" else device.type
+    reasons = [] if len(makers) > 1 else [f"autoprec knows no counter for {kind} devices"]
     for make in makers:
         try:
             return make(), "; ".join(reasons)

@@ -92,8 +92,8 @@ class Verdict:
         return next((found for found in self.arms if found.arm == arm), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what JSON can hold, with the version of the layout; numbers that are not finite become ``None``."""
-        document: dict[str, Any] = _finite({"version": VERSION, "headline": self.headline, **asdict(self)})
+        """Returns what JSON can hold, with the version of the layout; NaN becomes ``None``, infinity ``"inf"``."""
+        document: dict[str, Any] = _encoded({"version": VERSION, "headline": self.headline, **asdict(self)})
         return document
 
 
@@ -278,9 +278,11 @@ def _check(comparison: Comparison, mode: str, margin: float, confidence: float) 
         raise ValueError(f"Passed `confidence={confidence!r}`. It must be at least 0.5 and below 1; 0.95 is usual.")
 
 
-def _finite(value: Any) -> Any:
+def _encoded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _encoded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_encoded(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
