@@ -8,11 +8,17 @@ KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
 DATA := $(wildcard autoprec/hardware/data/*.toml autoprec/hardware/data/*/*.toml)
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(DATA) $(KERNELS)
 
-.PHONY: demo test slow lint types imports check bench bench-quick calibrate-check convergence divergence sanitize triton-aot zoo \
-	range-lowest range-newest range chaos check-all clean
+.PHONY: demo test slow lint types imports check bench bench-quick calibrate-check convergence divergence sanitize \
+	triton-aot zoo range-lowest range-newest range chaos compare-demo check-all clean
 
 demo: $(READY)
 	$(BIN)/autoprec demo
+
+# each comparison ends with its summary line; started again after an interruption, it runs what is missing
+compare-demo: $(READY)
+	$(BIN)/autoprec compare autoprec.demo.targets:gpt --interval 10 --minutes 5 --margin 0.02 --out build/compare/gpt
+	$(BIN)/autoprec compare autoprec.demo.targets:cnn --interval 10 --minutes 1.5 --margin 0.01 --out build/compare/cnn
+	@sed -n 's/^ "summary": "\(.*\)",$$/\1/p' build/compare/gpt/comparison.json build/compare/cnn/comparison.json
 
 test: $(READY)
 	$(PYTEST)

@@ -364,7 +364,9 @@ class AutoPrecisionCallback(Callback):
         run = read_globals(knobs, steering.telemetry, progress(trainer), self._load)
         record_unoffered(knobs, steering.telemetry, steering.costs, steering.window, unoffered)
         if self.controller.needs_facts:
-            self._asking.note_facts(read_facts(steering, {unit.name: unit.legal for unit in units}))
+            self._asking.note_facts(
+                read_facts(steering, {unit.name: unit.legal for unit in units}, steering.costs.table)
+            )
         self._apply(self._asking.decide(units, run, knobs.masked), f"policy {self.controller.name!r}")
         steering.telemetry.start_window()
 

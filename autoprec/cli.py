@@ -11,14 +11,18 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from autoprec import __version__
-from autoprec.demo.machine import version
+from autoprec.machine import version
 
 if TYPE_CHECKING:
     import torch
     import typer
 
 # modules of the extras that this version uses
-_EXTRAS = {"cli": ("typer", "rich", "matplotlib", "sklearn"), "compress": ("zstandard",), "plan": ("scipy",)}
+_EXTRAS = {
+    "cli": ("typer", "rich", "matplotlib", "scipy", "sklearn"),
+    "compress": ("zstandard",),
+    "plan": ("scipy",),
+}
 _UNUSED_EXTRAS = ("rl", "sweep", "wandb", "report", "monitor", "ray")  # named for parts that are still to come
 _INSTALL = "Run `pip install '.[cli]'` in a checkout of autoprec."
 MIN_MINUTES = 1.0
@@ -102,7 +106,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
-    from autoprec.commands import hardware
+    from autoprec.commands import compare, hardware
 
     app = typer.Typer(
         help=_APP_HELP,
@@ -144,6 +148,7 @@ def build_app() -> typer.Typer:
         for line in diagnosis():
             typer.echo(line)
 
+    compare.add_to(app)
     hardware.add_to(app)
 
     @app.command("version", help="Prints the version.")
@@ -167,8 +172,8 @@ def _demo(out: Path, minutes: float, threads: int, quick: bool) -> None:
     except OSError as error:
         message = f"Cannot write into '{out}': {error.strerror}. Choose another folder."
         raise typer.BadParameter(message, param_hint="'--out'") from error
+    from autoprec.compare.turns import RunError
     from autoprec.demo.run import DemoSettings, run_demo
-    from autoprec.demo.turns import RunError
 
     try:
         run_demo(DemoSettings(out=out, minutes=minutes, threads=threads, quick=quick))

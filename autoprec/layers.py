@@ -112,7 +112,7 @@ class Runtime:
 
     def note_call(self, state: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes what a layer is called with, for its cost; reads nothing from the device."""
-        x = _first_tensor((args, kwargs))
+        x = first_tensor((args, kwargs))
         if self.calls is None or x is None or not self.is_recording or self.is_other_thread():
             return
         if type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided and not x.is_nested:

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from autoprec.demo.machine import circumstances
+from autoprec.machine import circumstances
+from autoprec.paired import paired_difference, verdict
 from benchmarks.convergence_runs import ARMS, CLIP_NORM, POINTS, TASKS, Task, run
 from benchmarks.store import RESULTS, ROOT, numerics_digest, read_json, write_json
-from benchmarks.verdicts import paired_difference, verdict
 
 SUMMARY = ROOT / "docs" / "convergence.json"
 SEEDS = 6

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from autoprec.demo.machine import circumstances
+from autoprec.machine import circumstances
 from benchmarks.convergence import progress
 from benchmarks.divergence_recipes import RECIPES, Recipe
 from benchmarks.divergence_report import figures, last_line, page_block, summarise

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from autoprec.paired import Spread
 from benchmarks.arms import ARMS
 from benchmarks.bare import HAND
 from benchmarks.machine import bound_ms
@@ -37,11 +38,8 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
         numerators: Times of the arm above the line.
         denominators: Times of the arm below it, of the same rounds.
     """
-    ratios = [above / below for above, below in zip(numerators, denominators, strict=True)]
-    if len(ratios) < 2:
-        return Ratio(ratios[0], 0.0)
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Ratio(middle, (high - low) / 2)
+    found = Spread.of([above / below for above, below in zip(numerators, denominators, strict=True)])
+    return Ratio(found.median, (found.high - found.low) / 2)
 
 
 def geomean(values: Iterable[float]) -> float:

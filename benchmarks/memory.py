@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autoprec.demo.worker import peak_resident_bytes
+from autoprec.resident_memory import peak_resident_bytes
 from benchmarks.arms import Arm
 from benchmarks.fits import train
 from benchmarks.workloads import Workload

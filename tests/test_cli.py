@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 
 from autoprec import __version__, cli
+from autoprec.compare.turns import MIN_ROUNDS, RunError
 from autoprec.demo import run
 from autoprec.demo.results import ENOUGH_ROUNDS
 from autoprec.demo.tasks import INTERVAL, gpt_task
-from autoprec.demo.turns import MIN_ROUNDS, RunError
 
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported, as examples do
 
@@ -50,7 +50,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "--help")
     assert code == 0
     assert "Trainer(callbacks=[AutoPrecisionCallback()])" in out
-    assert all(command in out for command in ("demo", "doctor", "version"))
+    assert all(command in out for command in ("demo", "compare", "doctor", "version"))
     assert "batch size" not in out  # not a knob yet
 
 

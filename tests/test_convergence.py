@@ -23,10 +23,10 @@ from torch import Tensor
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
 pytest.importorskip("rich")
 
+from autoprec.paired import Interval, paired_difference, verdict
 from benchmarks import convergence, convergence_runs
 from benchmarks.convergence_runs import ARMS, TASKS, StudyCNN, StudyGPT, Task, decayed, run
 from benchmarks.store import ROOT
-from benchmarks.verdicts import Difference, paired_difference, verdict
 
 STEPS = 4
 
@@ -224,7 +224,7 @@ def test_the_interval_is_the_same_every_time_and_turns_with_the_sides() -> None:
 @pytest.mark.parametrize("count", [5, 6, 10])
 def test_the_interval_covers_the_true_mean(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """95 times in 100; plain percentiles of 5 values do so 83 times. A simulation of 300 is good to 4."""
-    monkeypatch.setattr("benchmarks.verdicts.RESAMPLES", 2000)
+    monkeypatch.setattr("autoprec.paired.RESAMPLES", 2000)
     generator = np.random.default_rng(1)
     found = [paired_difference(generator.normal(size=count).tolist(), [0.0] * count) for _ in range(300)]
     assert sum(each.low <= 0.0 <= each.high for each in found) / len(found) > 0.89
@@ -256,7 +256,7 @@ def test_divergence_counts(left: list[float], right: list[float], expected: str)
     ],
 )
 def test_verdicts(low: float, high: float, expected: str) -> None:
-    assert verdict(Difference((low + high) / 2, low, high), 0.1) == expected
+    assert verdict(Interval((low + high) / 2, low, high), 0.1) == expected
 
 
 @pytest.mark.parametrize(("left", "right"), [([], []), ([1.0], []), ([1.0, 2.0], [1.0])])

@@ -22,15 +22,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from autoprec.demo import data, machine
-from autoprec.demo.messages import Done, Go, Ready, Turn
+from autoprec import machine
+from autoprec.compare.messages import Done, Go, Ready, Turn
+from autoprec.compare.turns import RunError
+from autoprec.demo import data
 from autoprec.demo.models import ByteGPT, DigitsCNN
 from autoprec.demo.picture import draw, merged_rows, smooth
 from autoprec.demo.record import write_json
 from autoprec.demo.results import (
     LossDifference,
     RunResult,
-    Spread,
     loss_difference,
     loss_verdict,
     pairs_of,
@@ -42,7 +43,8 @@ from autoprec.demo.run import DemoSettings, beginning, conditions, show_progress
 from autoprec.demo.summary import TaskSummary, last_line, plain_words, summarise
 from autoprec.demo.table import build_table
 from autoprec.demo.tasks import ARMS, AUTOPREC, BASELINE, Arm, Material, Task, cnn_task, gpt_task
-from autoprec.demo.turns import RunError, open_workers, run_in_turns
+from autoprec.demo.turns import open_task, run_in_turns
+from autoprec.paired import Spread
 
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
 
@@ -460,7 +462,7 @@ def test_a_run_that_vanishes_ends_the_job(make_arms: Arms, tmp_path: Path) -> No
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_waiting_run_uses_no_processor_time(tmp_path: Path) -> None:
     task = replace(cnn_task(ARMS[:1], quick=True), runs=((ARMS[0], 0),))
-    with open_workers(task, 2, tmp_path) as (worker,):
+    with open_task(task, 2, tmp_path) as (worker,):
         worker.receive(Ready)
         worker.ask(Go(3, False), Turn)
         time.sleep(0.1)

@@ -16,7 +16,11 @@ from autoprec import AutoPrecisionCallback
 from tests.small_fits import Plain, loader, quiet
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "docs/usage.md", "docs/behaviour.md", "docs/hardware.md", "docs/policies.md", "CONTRIBUTING.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{name}.md" for name in ("behaviour", "compare", "hardware", "policies", "usage")),
+]
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -35,7 +35,6 @@ def note_step(probe: RoundingProbe, root: nn.Module, optimizer: Optimizer, facto
     probe.note_step(trained, grads, factor, optimizer)
 
 
-
 def probed(
     root: nn.Module,
     losses: Sequence[Callable[[], Tensor]],

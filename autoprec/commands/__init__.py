@@ -1,1 +1,1 @@
-"""Commands of the ``autoprec`` program, one module each. They are imported by ``autoprec.cli`` only."""
+"""Commands of ``autoprec``, one module each, with ``add_to`` that puts the command into the application."""

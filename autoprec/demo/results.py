@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autoprec.demo.messages import Done, Turn
+from autoprec.compare.messages import Done, Turn
+from autoprec.paired import Spread
 
 SAME_TIME = 0.05
 """Step-time ratios nearer to 1 than this count as no difference."""
@@ -41,7 +42,7 @@ class RunResult:
     def add_turn(self, turn: Turn) -> None:
         """Adds the steps of one turn."""
         self.rounds.append(turn.step_s)
-        self.losses += turn.losses
+        self.losses += [math.nan if loss is None else loss for loss in turn.losses]
         self.format_changes += turn.formats
 
     def add_point(self, loss: float) -> None:
@@ -89,26 +90,6 @@ class RunResult:
         for unit, name in self.format_changes[-1][1].items():
             shares[name] = shares.get(name, 0.0) + sizes.get(unit, 0) / max(1, sum(sizes.values()))
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A median with its quartiles, of ``count`` values."""
-
-    median: float
-    low: float
-    high: float
-    count: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Returns median and quartiles of the values; all NaN without values."""
-        if not values:
-            return cls(math.nan, math.nan, math.nan, 0)
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0], 1)
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, low, high, len(values))
 
 
 def step_ratio(runs: Sequence[RunResult], arm: str, baseline: str, warmup: int) -> Spread:

@@ -11,14 +11,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autoprec.demo.machine import circumstances
+from autoprec.compare.turns import MIN_ROUNDS
 from autoprec.demo.picture import draw
 from autoprec.demo.record import write_json
 from autoprec.demo.results import RunResult
 from autoprec.demo.summary import TaskSummary, last_line, plain_words, summarise
 from autoprec.demo.table import build_table
 from autoprec.demo.tasks import ARMS, AUTOPREC, BASELINE, CLIP_NORM, INTERVAL, Arm, Task, cnn_task, gpt_task
-from autoprec.demo.turns import MIN_ROUNDS, run_in_turns
+from autoprec.demo.turns import run_in_turns
+from autoprec.machine import circumstances
 
 _GPT_SHARE = 0.78
 _RESERVE_S = 10.0

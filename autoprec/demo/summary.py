@@ -11,7 +11,6 @@ from autoprec.demo.results import (
     ENOUGH_ROUNDS,
     LossDifference,
     RunResult,
-    Spread,
     loss_difference,
     loss_verdict,
     pairs_of,
@@ -21,6 +20,7 @@ from autoprec.demo.results import (
     whole_ratio,
 )
 from autoprec.demo.tasks import AUTOPREC, BASELINE, Task
+from autoprec.paired import Spread
 
 
 @dataclass(frozen=True)

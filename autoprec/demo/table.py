@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from autoprec.demo.results import Spread
 from autoprec.demo.summary import Row, TaskSummary
 from autoprec.demo.tasks import AUTOPREC, BASELINE
+from autoprec.paired import Spread
 
 _HEADINGS = (
     "trained\nwith",

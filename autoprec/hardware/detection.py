@@ -7,6 +7,7 @@ rates; one newer than every family has those of the closest; both are said in it
 from __future__ import annotations
 
 import functools
+import warnings
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -68,9 +69,7 @@ def _warn_of(known: Database) -> None:
 
 @functools.cache
 def _warn(problem: str) -> None:
-    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
-    rank_zero_warn(f"autoprec leaves out a part of your hardware files. {problem}")
+    warnings.warn(f"autoprec leaves out a part of your hardware files. {problem}", stacklevel=2)
 
 
 def match(facts: Facts, known: Database, device: str) -> Device:

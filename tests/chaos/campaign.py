@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autoprec.demo.machine import version
+from autoprec.machine import version
 from benchmarks.store import digest_of, source_files
 from tests.chaos.apart import run_apart
 from tests.chaos.invariants import Violation
