@@ -74,15 +74,15 @@ def _equal_seeds(runs: Sequence[Run]) -> Iterator[str]:
 
 def _late_decisions(stored: Sequence[Stored]) -> Iterator[str]:
     for each in stored:
-        steps, first = len(each.run.steps), each.extra.get("first_change")
-        if not each.run.arm.startswith(AUTOPREC) or each.run.error is not None:
+        arm, steps, first = each.run.arm, len(each.run.steps), each.extra.get("first_change")
+        if not arm.startswith(AUTOPREC) or each.run.error is not None:
             continue
         if first is None and set(each.run.formats.values()) <= {"fp32"}:
-            yield f"{each.run.arm} left every layer in fp32 for all {steps} steps; a smaller `--interval` acts sooner"
+            yield f"{arm} left every layer in fp32 for all {steps} steps; a smaller `--interval` decides earlier"
         elif first is not None and first >= steps // 2:
             yield (
-                f"{each.run.arm} lowered its first layer after {first} of {steps} steps, so its times are mostly those"
-                " of fp32; more steps, or a smaller `--interval`, show what it decides"
+                f"{arm} lowered its first layer after {first} of {steps} steps, so its times are mostly those of"
+                " fp32; more steps, or a smaller `--interval`, show what it decides"
             )
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from autoprec.compare.batches import digest_of_batch
 from autoprec.compare.energy import EnergyMeter
@@ -59,6 +60,8 @@ class GateHooks:
         evaluations: Metrics of all validations.
         batches: Digests of the first batches.
         meter: Counts the energy of the turns; may be set until the first one.
+        counts_flops: Whether to count the operations of the second step, which takes longer then.
+        flops: Floating-point operations of a step, ``None`` where they were not counted.
     """
 
     def __init__(
@@ -81,6 +84,9 @@ class GateHooks:
         self.batches: list[str] = []
         self.meter: EnergyMeter | None = None
         self._is_metering = False
+        self.counts_flops = False
+        self.flops: int | None = None
+        self._counter: FlopCounterMode | None = None
         self._now = time.thread_time if clock == "cpu" else time.perf_counter
         self._evaluate = evaluate
         self._open_steps = 0
@@ -129,10 +135,17 @@ class GateHooks:
         if len(self.batches) < CHECKED_BATCHES:
             self.batches.append(digest_of_batch(batch))
         self._batches_of_step += 1
+        if self.counts_flops and self.step == 1 and self.flops is None:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
         self._started = self._now()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keeps the loss of the batch; it is read after the clock has stopped."""
+        if self._counter is not None:
+            counter, self._counter = self._counter, None
+            counter.__exit__(None, None, None)
+            self.flops = int(counter.get_total_flops()) * trainer.accumulate_grad_batches
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             # Lightning has divided it for accumulation

@@ -216,6 +216,8 @@ def _words(settings: CompareSettings, store: Store, runs: Sequence[Run], metric:
         "metric": metric,
         "minutes": settings.minutes,
     }
+    flops = (extra_of(store, run.arm, run.seed).get("flops_per_step") for run in runs)
+    words["flops_per_step"] = next((count for count in flops if count), None)
     # what the judge calls target is a value, not what is trained
     words.pop("target")
     return words | ({} if settings.target_loss is None else {"target": settings.target_loss})

@@ -161,6 +161,7 @@ class Session:
         if self._compared is None:
             self._compared, gate.connection = gate, self._connection
             gate.meter = EnergyMeter(module.device)
+            gate.counts_flops = gate.meter.source is not None and not self._spec.arm.is_steered
         elif gate.connection is None:
             gate.free_steps = self._spec.steps
         check_runnable(self._spec.arm, module.device)
@@ -223,6 +224,7 @@ class Session:
             "batches": gate.batches,
             "energy_j": None if gate.meter is None else gate.meter.joules,
             "energy_source": None if gate.meter is None else gate.meter.source,
+            "flops_per_step": gate.flops,
             "fits": self._fits,
             "notes": self.notes,
             "changes": self._changes,

@@ -7,8 +7,8 @@ rates; one newer than every family has those of the closest; both are said in it
 from __future__ import annotations
 
 import functools
-import warnings
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
