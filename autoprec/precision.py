@@ -58,7 +58,8 @@ class AutoPrecision(WrappedPrecision):
         knobs: Knobs that may be moved, out of ``"precision"``, ``"loss_scale"``, ``"batch_size"``, ``"clip"``. Without
             ``"precision"`` no layer is touched; with ``"clip"`` the threshold follows the running median of the
             gradient norm unless the Trainer has one. The guard is always on.
-        eval_precision: ``"base"`` evaluates as the Trainer would without autoprec, ``"current"`` in the units' formats.
+        eval_precision: ``"base"`` validates as the Trainer would without autoprec, units in fp32 that the guard has
+            raised because they failed so; ``"current"`` in the units' formats.
 
     Raises:
         ValueError: If ``formats`` or ``knobs`` hold unknown names.
@@ -214,7 +215,7 @@ class AutoPrecision(WrappedPrecision):
 
     @contextlib.contextmanager
     def val_step_context(self) -> Generator[None, None, None]:
-        """Runs a validation step in the base precision, or in the units' formats if asked to."""
+        """Runs a validation step in the base precision but for what has failed in it, or in the units' formats."""
         steering = self._active
         if self._stepping is not None:
             self._stepping.begin_evaluation()
