@@ -328,7 +328,8 @@ class AutoPrecisionCallback(Callback):
         steering.finish_window()
         if not steering.is_at_boundary:
             return
-        self.plugin.begin_batch()  # the plugin does not see batches that `training_step` draws itself
+        if not self.plugin.has_begun_batch:  # the plugin does not see batches that `training_step` draws itself
+            self.plugin.begin_batch()
         steering.apply_pending()
         self._ask_for_epoch(trainer.current_epoch)  # Lightning leaves out the epoch's hook after some resumes
         if steering.window >= self._next_script:

@@ -6,7 +6,6 @@ the layers. What does not: whether a request is legal (``judgement``) and what i
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,21 +15,8 @@ import torch
 from autoprec.base import Base
 from autoprec.formats import get_format, rank
 from autoprec.layers import set_format
-from autoprec.readings import LAYER_KINDS
+from autoprec.tiers import tier_of
 from autoprec.units import Unit
-
-
-def tier_of(unit: Unit, tiers: Mapping[str, str]) -> str | None:
-    """Returns the narrowest format that policies may choose for a unit, ``None`` where that is left open.
-
-    Args:
-        unit: The unit.
-        tiers: Format by pattern of unit names or by kind; the first pattern that fits counts before the kind.
-    """
-    for pattern, name in tiers.items():
-        if pattern not in LAYER_KINDS and fnmatch.fnmatchcase(unit.name, pattern):
-            return name
-    return tiers.get(unit.kind)
 
 
 class UnitFormats:
