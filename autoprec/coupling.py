@@ -82,12 +82,12 @@ class Coupling:
 
     def _follow_batch(self, window: int) -> None:
         """The effective batch has changed."""
-        before = self._learning_rate.batch_gain
+        gain_before = self._learning_rate.batch_gain
         self._learning_rate.set_batch_factor(self.batch_factor)
         gain = self._learning_rate.batch_gain
-        if gain != before:
+        if gain != gain_before:
             why = f"rule {self._learning_rate.rule}: the effective batch is {self.batch_factor:g} times the first"
-            decision = Decision(window, "learning_rate", None, before, gain, gain, "applied", why)
+            decision = Decision(window, "learning_rate", None, gain_before, gain, gain, "applied", why)
             self._knobs.history.append(decision)
         self.has_new_batch = True
         before, now = self._plan, self._current_plan()

@@ -630,27 +630,27 @@ def test_a_step_that_draws_its_own_batches() -> None:
     assert [row.applied for row in rows(ap.history, "rollback")] == [20]
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.parametrize("draws_own", [False, True])
 def test_the_boundary_is_asked_once_a_batch(draws_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Draws(Task):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            batch, index, _ = next(dataloader_iter)
-            return squares(self.net, batch, index)
-
+    class Takes(Task):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             pass
 
         def val_dataloader(self) -> Any:
             return loader(self.data[:16], 8)
 
-    class Takes(Draws):
-        training_step = Task.training_step  # type: ignore[assignment]
+    class Draws(Takes):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            batch, index, _ = next(dataloader_iter)
+            return squares(self.net, batch, index)
 
     asked: list[bool] = []
     original = Rollback.at_boundary
 
     def at_boundary(self: Rollback) -> None:
-        asked.append(bool(self._steering.root.trainer.training))
+        root: Any = self._steering.root
+        asked.append(root.trainer.training)
         original(self)
 
     monkeypatch.setattr(Rollback, "at_boundary", at_boundary)

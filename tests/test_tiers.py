@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from autoprec.config import RECIPES
 from tests.support import Task, cpu, scripted
 
 
-def told(tiers: Mapping[str, str] | None, config: AutoPrecisionConfig | None = None, **kwargs: object) -> list[str]:
+def told(tiers: Mapping[str, str] | None, config: AutoPrecisionConfig | None = None, **kwargs: Any) -> list[str]:
     """Warnings of a fit about tiers."""
     module = Task(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)), torch.rand(16, 4))
     ap = scripted(config=config or AutoPrecisionConfig(tiers=tiers), verbose=False, **kwargs)
