@@ -630,7 +630,7 @@ def test_a_step_that_draws_its_own_batches() -> None:
     assert [row.applied for row in rows(ap.history, "rollback")] == [20]
 
 
-@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
 @pytest.mark.parametrize("draws_own", [False, True])
 def test_the_boundary_is_asked_once_a_batch(draws_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Takes(Task):
