@@ -75,11 +75,10 @@ def test_a22_who_takes_part_in_a_step_stays_as_it_is(name: str) -> None:
 
 
 def test_a22_a_frozen_layer_has_no_gradient_statistics_rather_than_zeros() -> None:
-    ap = scripted({1: Action(precision={"net.frozen": "bf16"})}, verbose=False)
-    cpu(callbacks=[ap]).fit(Task(Half(), torch.rand(48, 4)))
+    ap = AutoPrecisionCallback("rule", interval=2, verbose=False)
+    cpu(callbacks=[ap]).fit(Task(Half(), torch.rand(96, 4)))
     steering = ap.steering
     assert steering is not None
-    assert ap.precision_map()["net.frozen"] == "bf16"
     assert not steering.telemetry.units["net.frozen"].norms
     assert len(steering.telemetry.units["net.trained"].norms) > 0
 
