@@ -39,7 +39,7 @@ class Accumulation:
     Attributes:
         refusal: Asked before each change, with the new number in units of the first; what it returns is the reason to
             refuse it.
-        on_change: Called when a change has taken effect.
+        on_change: Called with the index of the window when a change has taken effect.
         on_users_change: Called when the user's own number has taken effect, from which on factors count.
         is_waiting: Whether a request waits for the next boundary at which it may act.
     """
@@ -50,7 +50,7 @@ class Accumulation:
         masked: Mapping[str, str],
         history: History,
     ) -> None:
-        self.on_change: Callable[[], object] = bool
+        self.on_change: Callable[[int], object] = bool
         self.on_users_change: Callable[[], object] = bool
         self.is_waiting = False
         self._config = config
@@ -139,7 +139,7 @@ class Accumulation:
                 self._first = value
                 self.on_users_change()
             elif value != before:
-                self.on_change()
+                self.on_change(step)
         self._wish, self.is_waiting = None, False
         return True
 
@@ -167,15 +167,16 @@ class Accumulation:
             return
         found, first, value = self.value, int(state["first"]), int(state["value"])
         self._trainer.accumulate_grad_batches = self._value = value
-        if found not in (value, first):
-            why = f"the checkpoint's number counts; the Trainer came with {found}"
-            self._record(step, found, value, value, "applied", why)
         self._first = first
         if value != self._first:
-            self.on_change()
+            self.on_change(step)
         self._wish = None if state["wish"] is None else _Wish(int(state["wish"][0]), str(state["wish"][1]))
         if self._wish is None and value == first != found:
             self._wish = _Wish(found, _USERS)  # where the run has not moved it, another number is the user's wish
+            self._record(step, value, found, value, "deferred", f"{_LATER}; {_USERS}")
+        elif found not in (value, first):
+            why = f"the checkpoint's number counts; the Trainer came with {found}"
+            self._record(step, found, value, value, "applied", why)
         self.is_waiting = self._wish is not None
 
     def _record(self, step: int, before: int, requested: int, applied: int, outcome: Outcome, reason: str) -> None:

@@ -46,7 +46,7 @@ class BatchSize:
         history: Where decisions are recorded.
 
     Attributes:
-        on_change: Called when a change has taken effect.
+        on_change: Called with the index of the window when a change has taken effect.
         on_users_change: Called when the user has brought loaders of another size, from which on factors count.
         on_recount: Called when batches were counted at a size that came in force before, in the middle of an epoch.
         on_lost: Called with the number of samples that the rest of an epoch has no batch for.
@@ -59,7 +59,7 @@ class BatchSize:
     """
 
     def __init__(self, config: BatchConfig, masked: dict[str, str], history: History) -> None:
-        self.on_change: Callable[[], object] = _nothing
+        self.on_change: Callable[[int], object] = _nothing
         self.on_users_change: Callable[[], object] = _nothing
         self.on_recount: Callable[[], object] = _nothing
         self.on_lost: Callable[[int], object] = _nothing
@@ -81,6 +81,7 @@ class BatchSize:
         self._wish: _Wish | None = None
         self._is_between = True
         self._lowered_from: tuple[int, float] | None = None
+        self._resumed_after = (0, 0)  # batches and samples of the epoch under way before this run began
         self._is_borrowed = False
         self._own_mask: str | None = None
         self._saved: Mapping[str, Any] | None = None
@@ -207,14 +208,15 @@ class BatchSize:
         if self._loaders is None:
             return
         if self._lowered_from is not None:
-            self.on_lost(self._loaders.lost_samples(*self._lowered_from))
+            self.on_lost(self._loaders.lost_samples(*self._lowered_from, *self._resumed_after))
             self._lowered_from = None
+        self._resumed_after = (0, 0)
         self._is_between = True
         if self._is_borrowed:
             self._is_borrowed, self._holds = False, None
             if self._loaders.sized:
                 self._loaders.hold(self._loaders.sized[0].found_size)
-                self._is_miscounted = self._loaders.size != self.size
+                self._is_miscounted |= self._loaders.size != self.size
         self._order_reload(self._loaders)
 
     def _order_reload(self, loaders: TrainingLoaders) -> None:
@@ -274,6 +276,9 @@ class BatchSize:
         """Records what the loaders that an epoch begins with were given."""
         saved, self._saved = self._saved, None
         was_miscounted, self._is_miscounted = self._is_miscounted, False
+        if saved is not None and not saved["is_between"]:
+            self._resumed_after = (batches_done(self._trainer), int(saved["consumed"]))
+            self._keep_count(saved)
         self._mask(loaders)
         if loaders.sized:
             before = self.size
@@ -285,6 +290,13 @@ class BatchSize:
             if self._wish is not None:
                 self._leave_waiting(self._wish, step)
         self.first_size = self.first_size or self.size
+
+    def _keep_count(self, saved: Mapping[str, Any]) -> None:
+        """An epoch in which memory ran out ends in a resumed run where it would have ended."""
+        if self._lowered_from is not None:
+            self._trainer.fit_loop.max_batches = self._lowered_from[1]
+            self._trainer.val_check_batch = saved["val_check_batch"]
+            self._is_miscounted = True
 
     def _take_size(self, loaders: TrainingLoaders, step: int, saved: Mapping[str, Any] | None) -> None:
         found = loaders.sized[0].found_size
@@ -304,7 +316,7 @@ class BatchSize:
             self.first_size = self.size
             self.on_users_change()
         elif self.size != before or (saved is not None and self.factor != 1.0):
-            self.on_change()
+            self.on_change(step)
 
     def _note(self, step: int, verdict: _Verdict, before: int, found: int, saved: Mapping[str, Any] | None) -> None:
         size, outcome, reason = verdict
@@ -365,7 +377,7 @@ class BatchSize:
         loaders.hold(self._proven)
         reason = f"out of memory with {rows} samples; the last size that a step has survived is {self._proven}"
         self._record(step, self._proven, self._proven, "applied", reason, before)
-        self.on_change()
+        self.on_change(step)
         return True
 
     # ---- state ----
@@ -376,6 +388,8 @@ class BatchSize:
             return dict(self._saved)
         done = 0 if self._trainer is None or self._is_between else batches_done(self._trainer)
         first = self._loaders.sized[0] if self._loaders is not None and self._loaders.sized else None
+        before, consumed = self._resumed_after
+        lowered = self._lowered_from
         return {
             "size": None if self._own_mask is not None else self.size,
             "first_size": self.first_size,
@@ -385,7 +399,9 @@ class BatchSize:
             "wish": None if self._wish is None else list(self._wish),
             "is_between": self._is_between,
             "is_miscounted": self._is_miscounted,
-            "consumed": first.samples_of(done) if done and first is not None else 0,
+            "consumed": consumed + first.samples_of(done - before) if done and first is not None else 0,
+            "lowered_from": None if lowered is None else list(lowered),
+            "val_check_batch": None if lowered is None else self._trainer.val_check_batch,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -408,6 +424,8 @@ class BatchSize:
         self._wish = None if state["wish"] is None else _Wish(int(state["wish"][0]), str(state["wish"][1]))
         self._is_between = bool(state["is_between"])
         self._is_miscounted = bool(state.get("is_miscounted", False))
+        lowered = state.get("lowered_from")
+        self._lowered_from = None if lowered is None or not is_inside else (int(lowered[0]), lowered[1])
 
     def _record(
         self, step: int, requested: int | None, applied: int | None, outcome: Outcome, reason: str, before: Any = ...

@@ -59,7 +59,8 @@ class AutoPrecisionCallback(Callback):
             ``"clip"`` the threshold follows the running median of the gradient norm unless the Trainer has one.
         interval: Applied optimizer steps between decisions.
         config: Settings, see :class:`~autoprec.config.AutoPrecisionConfig`.
-        eval_precision: ``"base"`` validates as the Trainer would without autoprec, ``"current"`` in the units' formats.
+        eval_precision: ``"base"`` validates as the Trainer would without autoprec, units in fp32 that the guard has
+            raised because they failed so; ``"current"`` in the units' formats.
         history_file: Write every decision as JSON Lines when fit ends: ``True`` for ``autoprec.jsonl`` in the Trainer's
             log folder, or a path.
         verbose: Print a short table when fit ends.
@@ -333,7 +334,8 @@ class AutoPrecisionCallback(Callback):
         steering.finish_window()
         if not steering.is_at_boundary:
             return
-        self.plugin.begin_batch()  # the plugin does not see batches that `training_step` draws itself
+        if not self.plugin.has_begun_batch:  # the plugin does not see batches that `training_step` draws itself
+            self.plugin.begin_batch()
         steering.apply_pending()
         self._ask_for_epoch(trainer.current_epoch)  # Lightning leaves out the epoch's hook after some resumes
         if steering.window >= self._next_script:

@@ -80,9 +80,15 @@ class Coupling:
         assert self._root is not None, "the fit is over"
         return EpochPlan.of(self._root.trainer, self._knobs.batch_size.size or 1)
 
-    def _follow_batch(self) -> None:
+    def _follow_batch(self, window: int) -> None:
         """The effective batch has changed."""
+        gain_before = self._learning_rate.batch_gain
         self._learning_rate.set_batch_factor(self.batch_factor)
+        gain = self._learning_rate.batch_gain
+        if gain != gain_before:
+            why = f"rule {self._learning_rate.rule}: the effective batch is {self.batch_factor:g} times the first"
+            decision = Decision(window, "learning_rate", None, gain_before, gain, gain, "applied", why)
+            self._knobs.history.append(decision)
         self.has_new_batch = True
         before, now = self._plan, self._current_plan()
         if before is None and self.is_resumed:  # of a checkpoint that is being loaded, or had none

@@ -120,7 +120,9 @@ class Fallback:
             self._tell_of_bad_data(window)
         if verdict is Verdict.RAISE_ALL:
             reason = f"{guard.config.max_consecutive_skips} steps in a row had non-finite gradients"
-            self._knobs.raise_all(window + 1, applied_steps, reason)
+            # the range of bf16 is that of fp32, so that no format is to blame there
+            is_short = self._knobs.base.format == "fp16"
+            self._knobs.raise_all(window + 1, applied_steps, reason, have_failed=is_short)
             rank_zero_warn(f"autoprec: {reason}; everything runs in fp32 from here on.")
         if verdict is Verdict.RAISE_ALL or guard.consecutive_skips >= _SKIPS_BEFORE_SEARCH:
             self._start_search()
@@ -142,7 +144,7 @@ class Fallback:
             return
         self.overflows[offender.name] = self.overflows.get(offender.name, 0) + 1
         self._telemetry.note_overflow(offender.name)
-        self._knobs.raise_units({offender.name: offender.reason}, window, applied_steps)
+        self._knobs.raise_units({offender.name: offender.reason}, window, applied_steps, have_failed=True)
         self._runtime.records_inputs = True
         if offender.is_between and not self._has_advised:
             self._has_advised = True

@@ -30,6 +30,7 @@ from autoprec.unit_formats import UnitFormats
 from autoprec.units import Unit
 
 KNOBS: tuple[Knob, ...] = ("precision", "loss_scale", "batch_size", "clip")
+VALIDATED_SO = "; validation runs it in fp32 as well"
 CLIPS_BY_VALUE = "the Trainer clips by value; the threshold on the norm does not apply"
 
 
@@ -221,7 +222,14 @@ class Knobs:
             self.accumulation.request(action.accumulate, step, "requested", acts_now=False)
         return Action(**kept)
 
-    def raise_units(self, reasons: Mapping[str, str], step: int, applied_steps: int, forever: bool = False) -> None:
+    def raise_units(
+        self,
+        reasons: Mapping[str, str],
+        step: int,
+        applied_steps: int,
+        forever: bool = False,
+        have_failed: bool = False,
+    ) -> None:
         """Guard, level 2: moves units to fp32 and holds them there.
 
         Args:
@@ -229,6 +237,8 @@ class Knobs:
             step: Index of the window that begins.
             applied_steps: Applied optimizer steps so far.
             forever: Hold for the whole fit instead of ``GuardConfig.hold`` applied steps.
+            have_failed: Whether they cannot run in the format that they have. Where that is the Trainer's own,
+                validation runs them in fp32 as well.
         """
         changes: dict[str, str] = {}
         for name, reason in reasons.items():
@@ -238,13 +248,23 @@ class Knobs:
             self.guard.hold(name, applied_steps, forever)
             if self.formats[name] != "fp32":
                 changes[name] = "fp32"
-                self._record(step, "precision", name, self.formats[name], "fp32", "fp32", "applied", f"guard: {reason}")
+                is_validated_so = have_failed and self.unit_formats.note_failure(name)
+                reason = f"guard: {reason}{VALIDATED_SO if is_validated_so else ''}"
+                self._record(step, "precision", name, self.formats[name], "fp32", "fp32", "applied", reason)
         self._carry_out(changes, applied_steps)
 
-    def raise_all(self, step: int, applied_steps: int, reason: str) -> None:
-        """Guard, level 2 for everything: all units and the operations between them."""
+    def raise_all(self, step: int, applied_steps: int, reason: str, have_failed: bool = False) -> None:
+        """Guard, level 2 for everything: all units and the operations between them.
+
+        Args:
+            step: Index of the window that begins.
+            applied_steps: Applied optimizer steps so far.
+            reason: Why.
+            have_failed: Whether the formats that they have are the cause.
+        """
         self.unit_formats.is_ambient_raised = True
-        self.raise_units(dict.fromkeys(self.units, reason), step, applied_steps)
+        self.unit_formats.has_ambient_failed |= have_failed
+        self.raise_units(dict.fromkeys(self.units, reason), step, applied_steps, have_failed=have_failed)
         self._make_act()
 
     def quarantine(self, step: int, applied_steps: int, steps: int, reason: str) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -27,7 +27,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
 from autoprec.lookalike import lookalike, plain_class, registers_subclasses, undo_lookalike
-from autoprec.runners import Runner, is_functorch_active, make_runner
+from autoprec.runners import Runner, is_functorch_active, make_base_runner, make_runner
 from autoprec.units import Unit, kind_of
 
 # formats whose range is short enough to watch the output in every step
@@ -154,6 +154,7 @@ class ModuleState:
         "runtime",
         "steered",
         "unit",
+        "_for_validation",
     )
 
     def __init__(self, module: nn.Module, unit: Unit, runtime: Runtime) -> None:
@@ -161,6 +162,7 @@ class ModuleState:
         self.name = unit.name
         self.fan_in = _fan_in(module)
         self.override: Runner | None = None
+        self._for_validation: dict[bool, Runner] = {}
         self.set_format(None)
 
     def set_format(self, format_name: str | None) -> None:
@@ -174,6 +176,22 @@ class ModuleState:
             runtime, is_emulated = self.runtime, self.unit.is_emulated(format_name)
             self.run = make_runner(self.module, format_name, is_emulated, runtime.device_type, runtime.clamp_output)
 
+    def base_runner(self, dtype: torch.dtype, is_raised: bool) -> Runner | None:
+        """How the layer runs in validation: in fp32 if raised, else as under the Trainer's own autocast.
+
+        Args:
+            dtype: Target of that.
+            is_raised: Whether the guard has raised it because it cannot run so.
+        """
+        if not is_raised and not self.unit.has_matrix:
+            return None  # it follows what is before it
+        runner = self._for_validation.get(is_raised)  # kept: the compiler makes code for each
+        if runner is None:
+            make = make_runner(self.module, "fp32", False, self.runtime.device_type) if is_raised else None
+            runner = make or make_base_runner(self.module, dtype, self.runtime.device_type)
+            self._for_validation[is_raised] = runner
+        return runner
+
     def run_plain(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer in its format, whatever overrides that."""
         run: Runner = self.run or self.plain.forward  # type: ignore[attr-defined]
@@ -184,6 +202,7 @@ class ModuleState:
         module = self.module
         other: ModuleState | None = module.__dict__.get("_autoprec")
         if type(module) is not self.plain and plain_class(module) is not self.plain:
+            self._for_validation.clear()
             self.set_format(self.format_name)  # a parametrization was added or removed since
         # past nn.Module's own, slow assignment
         object.__setattr__(module, "__class__", self.steered)
@@ -279,6 +298,25 @@ def set_format(unit: Unit, format_name: str | None) -> None:
     """
     for state in unit.states:
         state.set_format(format_name)
+
+
+@contextmanager
+def run_in_base(units: Sequence[Unit], dtype: torch.dtype, raised: Container[str]) -> Iterator[None]:
+    """Has units run in the Trainer's own precision for the time of a region, but for some.
+
+    Args:
+        units: Units that were prepared.
+        dtype: Target of the Trainer's own autocast.
+        raised: Names of units that run in fp32 instead.
+    """
+    states = [(state, state.run, state.override) for unit in units for state in unit.states]
+    for state, _, _ in states:
+        state.run, state.override = state.base_runner(dtype, state.name in raised), None
+    try:
+        yield
+    finally:
+        for state, run, override in states:
+            state.run, state.override = run, override
 
 
 def _fan_in(module: nn.Module) -> float:

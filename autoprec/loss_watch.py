@@ -42,6 +42,7 @@ class LossWatch:
         self._largest_median = 0.0
         self._high: deque[float] = deque(maxlen=_WINDOW)  # of the streak
         self._accepted = -math.inf
+        self._came_down = -math.inf
 
     @property
     def bound(self) -> float:
@@ -68,6 +69,15 @@ class LossWatch:
         before, after = statistics.median(high[:half]), statistics.median(high[half:])
         return after - median < (1.0 - _FALLS) * (before - median)
 
+    def newest_high(self, count: int) -> list[float]:
+        """The newest losses of the streak, at most so many."""
+        return list(self._high)[-count:]
+
+    @property
+    def has_come_down(self) -> bool:
+        """Whether losses as high as these have come down by themselves before, as those of a task in turn do."""
+        return bool(self._high) and statistics.median(self._high) <= self._came_down
+
     def accept(self) -> None:
         """Takes the high losses in a row for ordinary ones, now and whenever such losses come again."""
         self._ordinary = deque(self._high, maxlen=_WINDOW)
@@ -81,7 +91,9 @@ class LossWatch:
         Losses from before that are too few to tell a high one leave the newer ones in place.
         """
         ordinary, accepted, largest = self._ordinary, self._accepted, self._largest_median
+        came_down = self._came_down
         self.load_state_dict(state)
+        self._came_down = max(self._came_down, came_down)
         if len(self._ordinary) < _AT_LEAST:
             self._ordinary = ordinary
         self._accepted = max(self._accepted, accepted)
@@ -107,6 +119,8 @@ class LossWatch:
                 self.streak += 1
                 self._high.append(loss)
             else:
+                if self.streak >= _AT_LEAST:  # all but the highest tenth: one of them may be an outlier
+                    self._came_down = max(self._came_down, sorted(self._high)[len(self._high) * 9 // 10])
                 self.streak = 0
                 self._high.clear()
                 self._ordinary.append(loss)
@@ -120,6 +134,7 @@ class LossWatch:
             "largest_median": self._largest_median,
             "high": list(self._high),
             "accepted": self._accepted,
+            "came_down": self._came_down,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -129,3 +144,4 @@ class LossWatch:
         self._largest_median = float(state["largest_median"])
         self._high = deque(map(float, state.get("high", ())), maxlen=_WINDOW)
         self._accepted = float(state.get("accepted", -math.inf))
+        self._came_down = float(state.get("came_down", -math.inf))

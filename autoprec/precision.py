@@ -35,6 +35,7 @@ from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.settings import checked_settings
 from autoprec.steering import Steering
 from autoprec.stepping import Stepping
+from autoprec.tiers import warn_of_unused
 from autoprec.units import find_units
 from autoprec.wrapped import WrappedPrecision
 
@@ -59,7 +60,8 @@ class AutoPrecision(WrappedPrecision):
         knobs: Knobs that may be moved, out of ``"precision"``, ``"loss_scale"``, ``"batch_size"``, ``"clip"``. Without
             ``"precision"`` no layer is touched; with ``"clip"`` the threshold follows the running median of the
             gradient norm unless the Trainer has one. The guard is always on.
-        eval_precision: ``"base"`` evaluates as the Trainer would without autoprec, ``"current"`` in the units' formats.
+        eval_precision: ``"base"`` validates as the Trainer would without autoprec, units in fp32 that the guard has
+            raised because they failed so; ``"current"`` in the units' formats.
 
     Raises:
         ValueError: If ``formats`` or ``knobs`` hold unknown names.
@@ -84,6 +86,7 @@ class AutoPrecision(WrappedPrecision):
         self._retry: StepRetry | None = None
         self._stepping: Stepping | None = None
         self._rollback: Rollback | None = None
+        self.has_begun_batch = False  # so that it is not asked again before its step
         self._is_in_batch: Callable[[], bool] = bool
         self._is_last_batch: Callable[[], bool] = bool
 
@@ -98,6 +101,8 @@ class AutoPrecision(WrappedPrecision):
             self.steering = self._steering_of(module, trainer)
             self._is_in_batch = functools.partial(is_in_batch, trainer)
             self._is_last_batch = functools.partial(is_last_batch, trainer)
+            if "precision" not in self.steering.knobs.masked:
+                warn_of_unused(self.settings.config.tiers, [*self.steering.knobs.units.values()])
             if self.initial_formats:
                 self.steering.apply(Action(precision=self.initial_formats), "initial formats")
                 self.steering.requests.warn_of_unknown_names()
@@ -184,6 +189,7 @@ class AutoPrecision(WrappedPrecision):
         if self._active is not None:
             self._active.note_batch(data)
             self.begin_batch()
+            self.has_begun_batch = True
         return data
 
     def begin_batch(self) -> None:
@@ -200,6 +206,7 @@ class AutoPrecision(WrappedPrecision):
     def train_step_context(self) -> Generator[None, None, None]:
         """Runs a training step in the units' formats."""
         steering = self._active
+        self.has_begun_batch = False
         if steering is None:
             with self.base.train_step_context():
                 yield
@@ -221,8 +228,9 @@ class AutoPrecision(WrappedPrecision):
 
     @contextlib.contextmanager
     def val_step_context(self) -> Generator[None, None, None]:
-        """Runs a validation step in the base precision, or in the units' formats if asked to."""
+        """Runs a validation step in the base precision but for what has failed in it, or in the units' formats."""
         steering = self._active
+        self.has_begun_batch = False
         if self._stepping is not None:
             self._stepping.begin_evaluation()
         if steering is None or self.settings.eval_precision == "base":

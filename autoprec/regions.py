@@ -10,7 +10,7 @@ import torch
 
 from autoprec.autocast import ambient, float32_recomputation
 from autoprec.knobs import steered_units
-from autoprec.layers import swapped
+from autoprec.layers import run_in_base, swapped
 from autoprec.replaced import Replaced
 from autoprec.steering import Steering
 from autoprec.trial import Trial
@@ -93,11 +93,36 @@ def evaluation_region(steering: Steering | None) -> AbstractContextManager[Any]:
     """Returns the region of a validation step in the Trainer's own precision.
 
     Under ``32-true`` this widens the low-precision tensors that training may have left in the model (hidden states,
-    queues); others are untouched.
+    queues); others are untouched. Units that the guard has raised because they cannot run in that precision run in
+    fp32.
 
     Args:
         steering: State of the fit, ``None`` outside of one.
     """
-    if steering is None or not steering.knobs.is_steering or steering.knobs.base.format != "fp32":
+    if steering is None or not steering.knobs.is_steering:
         return nullcontext()
-    return ambient(steering.runtime.device_type, torch.float32)
+    formats = steering.knobs.unit_formats
+    raised = formats.too_wide_for_base()
+    if raised or formats.has_ambient_failed:
+        return _raised_region(steering, raised)
+    is_wide = steering.knobs.base.format == "fp32"
+    return ambient(steering.runtime.device_type, torch.float32) if is_wide else nullcontext()
+
+
+@contextmanager
+def _raised_region(steering: Steering, raised: frozenset[str]) -> Iterator[None]:
+    """Runs a validation step in the Trainer's own precision but for units that have failed in it."""
+    runtime, formats, units = steering.runtime, steering.knobs.unit_formats, steered_units(steering.knobs)
+    first = torch.float32 if formats.has_ambient_failed else formats.base_dtype
+    runtime.is_active = True
+    try:
+        # swapped in first: a layer that was parametrized since gets a new class, and its format anew
+        with (
+            _FAST_PATH.region(),
+            swapped(units),
+            run_in_base(units, formats.base_dtype, raised),
+            ambient(runtime.device_type, first),
+        ):
+            yield
+    finally:
+        runtime.is_active = False

@@ -53,7 +53,7 @@ class Rescue:
             for name, reason in trial.failures.items():
                 rank_zero_info(f"autoprec: {name} goes to fp32: {reason}")
             before = self._knobs.precision_map()
-            self._knobs.raise_units(trial.failures, next_window, applied_steps, forever=True)
+            self._knobs.raise_units(trial.failures, next_window, applied_steps, forever=True, have_failed=True)
             if self._knobs.precision_map() != before:
                 self.start_trial()
         self._pin_untouched(next_window, applied_steps)

@@ -65,6 +65,7 @@ class Rollback:
         self._due = 0
         self._wide_until = -1
         self._pending: Trouble | None = None
+        self._aside: Snapshot | None = None  # of the run before it went back, until it is known that weights were bad
         self._has_new_copy = False
         self._futile = 0  # rollbacks in a row after which no loss was ordinary
         self._pardoned = 0  # rollbacks that do not count any more: they were no answer to what had changed
@@ -75,7 +76,8 @@ class Rollback:
     @property
     def nbytes(self) -> int:
         """Memory that the copies take."""
-        return self._ring.nbytes
+        aside = None if self._aside is None else self._aside.block
+        return self._ring.nbytes + (0 if aside is None else aside.nbytes)
 
     def release(self) -> None:
         """Frees all copies; what was counted stays readable."""
@@ -84,6 +86,7 @@ class Rollback:
         self._report_packer()
         self._describe()
         self._ring.close()
+        self._aside = None
         self._search.release()
         self._live = None
         self._distrust = None
@@ -103,6 +106,7 @@ class Rollback:
         if steering.coupling.has_new_batch:
             steering.coupling.has_new_batch = False
             self._ring.clear()  # their schedules count steps of another size
+            self._aside = None
             self._due = 0
         is_due = steering.applied_steps >= self._due or steering.has_skipped or self._pending is not None
         if self._is_on and (is_due or self._search.is_due) and steering.is_at_boundary and _is_training(steering.root):
@@ -130,6 +134,8 @@ class Rollback:
         if trouble is None and has_skipped:
             trouble = self._search.nonfinite()
         self._search.read_losses()
+        if not self._search.is_undecided:
+            self._aside = None
         if trouble is None:
             copy = self._ring.newest
             trouble = self._search.too_high(None if copy is None else copy.note["telemetry"])
@@ -152,18 +158,22 @@ class Rollback:
         if live.has_lazy:
             self._due = steering.applied_steps + 1
             return
-        note = {
-            "applied_steps": steering.applied_steps,
-            "telemetry": steering.telemetry.copies(),
-            "schedules": steering.schedules.state(),
-            "losses": self._search.note(),
-        }
-        if self._ring.take(live.gather(), note, steering.window):
+        if self._ring.take(live.gather(), self._note(), steering.window):
             self._has_new_copy = True
             self._due = steering.applied_steps + self._config.every
         else:  # the copy before is being compressed, or there is no memory
             self._due = steering.applied_steps + 1
             self._is_on = not self._ring.is_off
+
+    def _note(self) -> dict[str, Any]:
+        """What is kept with a copy."""
+        steering = self._steering
+        return {
+            "applied_steps": steering.applied_steps,
+            "telemetry": steering.telemetry.copies(),
+            "schedules": steering.schedules.state(),
+            "losses": self._search.note(),
+        }
 
     def _report_packer(self) -> None:
         if self._packer is not None and self._packer.error is not None and not self._has_told_of_packer:
@@ -214,15 +224,13 @@ class Rollback:
         if self._has_failed(trouble) and len(self._ring) > 1:
             self._ring.drop_newest()
         failed_in_fp32 = self._was_in_fp32
+        self._set_aside(is_of_loss)
         copy = self._restored()
         if copy is None:
             raise self._error(trouble)
         before, after = steering.applied_steps, int(copy.note["applied_steps"])
-        steering.go_back(after, copy.note["telemetry"])
-        steering.schedules.load(copy.note["schedules"])
-        self._search.go_back(copy.note["losses"])
-        if self._distrust is not None:
-            self._distrust()
+        self._follow(copy)
+        self._search.go_back(copy.note["losses"], is_of_loss)
         steering.rollbacks += 1
         reason = f"guard: {trouble.cause}; first offender: {trouble.where}"
         steering.history.append(Decision(steering.window, "rollback", None, before, after, after, "applied", reason))
@@ -236,6 +244,32 @@ class Rollback:
         if self._search.nonfinite() is not None:
             raise self._error(trouble)
 
+    def _set_aside(self, is_of_loss: bool) -> None:
+        """Keeps what the run is before it goes back by its losses: it may turn out that the data have changed."""
+        assert self._live is not None
+        if not is_of_loss:
+            self._aside = None
+        elif self._aside is None:
+            self._aside = self._ring.aside(self._live.gather(), self._note(), self._steering.window)
+
+    def _follow(self, copy: Snapshot) -> None:
+        """Has counters, measurements and schedules follow a copy that was written."""
+        steering = self._steering
+        steering.go_back(int(copy.note["applied_steps"]), copy.note["telemetry"])
+        steering.schedules.load(copy.note["schedules"])
+        if self._distrust is not None:
+            self._distrust()
+
+    def _take_up_again(self, is_no_worse: bool) -> bool:
+        """Goes on from what was set aside, unless that had higher losses; returns whether it does."""
+        copy, self._aside = self._aside, None
+        read = None if copy is None or not is_no_worse else copy.reader()
+        if copy is None or read is None or self._live is None:
+            return False
+        self._live.write(copy.state, read)
+        self._follow(copy)
+        return True
+
     @property
     def _counted(self) -> int:
         return self._steering.rollbacks - self._pardoned
@@ -247,16 +281,20 @@ class Rollback:
     def _accept(self) -> None:
         """Goes on: weights that had ordinary losses have high ones now, so another rollback would change nothing."""
         steering = self._steering
+        was_no_worse = self._search.was_no_worse
         self._search.accept()
         self._pardoned += self._futile
         self._futile = 0
         self._lower_learning_rate()
+        before = steering.applied_steps
+        is_back = self._take_up_again(was_no_worse)
         reason = (
             "the loss is too high from the first window after the rollback on: data or loss have changed, not the"
             " weights; such losses count as ordinary from here on"
+            + ("; the run goes on from where it was before it went back" if is_back else "")
         )
         steps = steering.applied_steps
-        steering.history.append(Decision(steering.window, "rollback", None, steps, None, steps, "refused", reason))
+        steering.history.append(Decision(steering.window, "rollback", None, before, None, steps, "refused", reason))
         rank_zero_warn(
             f"autoprec: {reason}. That rollback does not count. `RollbackConfig(loss_spreads=math.inf)` leaves high"
             " losses alone."
@@ -343,7 +381,7 @@ class Rollback:
         """Takes over what ``state_dict`` returned, ``{}`` for nothing; the next boundary takes a copy."""
         self._ring.clear()
         self._due = 0
-        self._pending = None
+        self._pending = self._aside = None
         self._search.load_state_dict(state)
         self._wide_until = int(state.get("wide_until", -1))
         self._futile, self._pardoned = int(state.get("futile", 0)), int(state.get("pardoned", 0))

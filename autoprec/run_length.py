@@ -106,25 +106,27 @@ class RunLength:
             steps_left=steps_left,
         )
 
-    def calls(self, frequency: int = 1) -> tuple[int, int] | None:
+    def calls(self, frequency: int = 1, now_frequency: int | None = None) -> tuple[int, int] | None:
         """Calls of a schedule that were to come before the change, and those that will come now.
 
         Args:
             frequency: That of the schedule.
+            now_frequency: That from here on, ``None`` for the same.
 
         Returns:
             ``None`` where lengths are not known, nothing ends the run, or ``max_steps`` ends it either way.
         """
         if self._counts_steps:
             return None
-        before, now = self._calls(self.before, frequency), self._calls(self.now, frequency)
+        before, now = self._calls(self.before, frequency), self._calls(self.now, now_frequency or frequency)
         return None if before is None or now is None else (before, now)
 
-    def ratio(self, frequency: int = 1) -> Fraction | None:
+    def ratio(self, frequency: int = 1, now_frequency: int | None = None) -> Fraction | None:
         """Calls of a schedule that were to come before the change, for each one that will come now.
 
         Args:
             frequency: That of the schedule.
+            now_frequency: That from here on, ``None`` for the same.
 
         Returns:
             The ratio; 1 where ``max_steps`` ends the run either way, since a run that counts steps keeps its schedule;
@@ -133,9 +135,9 @@ class RunLength:
         """
         if self._counts_steps:
             return Fraction(1)
-        counts = self.calls(frequency)
+        counts = self.calls(frequency, now_frequency)
         if counts is None:
-            return Fraction(self.now.samples(frequency), self.before.samples(frequency))
+            return Fraction(self.now.samples(now_frequency or frequency), self.before.samples(frequency))
         before, now = counts
         if before == 0:
             return Fraction(1)

@@ -90,6 +90,17 @@ def _autocast_runner(cls: type, kind: str, dtype: torch.dtype, device_type: str,
     return run
 
 
+def make_base_runner(module: nn.Module, dtype: torch.dtype, device_type: str) -> Runner:
+    """Returns how a layer runs as under plain autocast, behind one that has switched the target.
+
+    Args:
+        module: A layer with a weight matrix.
+        dtype: Target of the Trainer's own autocast.
+        device_type: Where it runs; autocast must be on there at the call.
+    """
+    return _autocast_runner(plain_class(module), "", dtype, device_type, module)
+
+
 def run_on_copies(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, device_type: str) -> Tensor:
     """Runs torch's own linear or convolution layer on low-precision copies of its parameters, as autocast would.
 

@@ -19,7 +19,7 @@ from autoprec.config import AutoPrecisionConfig
 from autoprec.lookalike import lookalike, registers_subclasses, undo_lookalike
 from autoprec.run_length import RunLength
 
-State = tuple[int, int, str, str, bool]
+State = tuple[int, int, str, str, bool, int]
 
 
 @dataclass
@@ -28,6 +28,8 @@ class _Held:
 
     scheduler: Any
     frequency: int = 1
+    config: Any = None  # Lightning's, where it decides by that when the schedule is called
+    found: int = 1  # its frequency
     attempted: int = 0
     skipped: int = 0
     rate: Fraction | None = None  # calls of the schedule for one of Lightning's, as long as that is not 1
@@ -54,8 +56,12 @@ class _Held:
 
     def stretch(self, length: RunLength) -> None:
         """Spreads what is left, the credit included, over the calls that will come."""
-        ratio, counts = length.ratio(self.frequency), length.calls(self.frequency)
-        assert ratio is not None, "nothing would call the schedule any more"
+        frequency = self.frequency
+        if length.ratio(frequency) is None:  # no batch will have a number that it divides
+            self.set_frequency(1)
+        ratio, counts = length.ratio(frequency, self.frequency), length.calls(frequency, self.frequency)
+        if ratio is None:  # the run is over
+            return
         rate = self.rate or Fraction(1)
         if self.is_counted and counts is not None and all(counts):
             # a whole number but for calls that were held; without rounding fractions would grow with every change
@@ -64,10 +70,26 @@ class _Held:
             rate *= ratio
         self.rate = None if rate == 1 and not self.credit else rate
 
-    def state(self) -> State:
-        return self.attempted, self.skipped, str(self.rate or 1), str(self.credit), self.is_stepwise
+    def set_frequency(self, frequency: int) -> None:
+        """Has Lightning call the schedule after every so many batches, where it is Lightning that calls it."""
+        self.frequency = frequency
+        if self.config is not None:
+            self.config.frequency = frequency
 
-    def load(self, attempted: int, skipped: int, rate: str = "1", credit: str = "0", is_stepwise: bool = True) -> None:
+    def state(self) -> State:
+        return self.attempted, self.skipped, str(self.rate or 1), str(self.credit), self.is_stepwise, self.frequency
+
+    def load(
+        self,
+        attempted: int,
+        skipped: int,
+        rate: str = "1",
+        credit: str = "0",
+        is_stepwise: bool = True,
+        frequency: int | None = None,
+    ) -> None:
+        if frequency == 1 != self.frequency:  # it was left without any other call
+            self.set_frequency(1)
         self.attempted, self.skipped, self.is_stepwise = attempted, skipped, is_stepwise
         self.credit = Fraction(credit)
         self.rate = None if rate == "1" and not self.credit else Fraction(rate)
@@ -81,6 +103,7 @@ class ScheduleHold:
 
     After a change of the number of steps that are left, the calls that were left before are spread evenly over those
     that will come: some of them do nothing, or each stands for several. The last one gets where it would have got.
+    A schedule that its ``frequency`` leaves without any call is called after every step from then on.
 
     Args:
         config: With ``hold_schedules=False`` a skipped step changes nothing.
@@ -112,8 +135,8 @@ class ScheduleHold:
             if config.reduce_on_plateau or (is_automatic and config.interval != "step"):
                 continue
             # under manual optimization the module calls schedules when it likes
-            frequency = config.frequency if is_automatic else 1
-            held = _Held(config.scheduler, frequency, is_stepwise=is_automatic, is_counted=is_automatic)
+            frequency, own = (config.frequency, config) if is_automatic else (1, None)
+            held = _Held(config.scheduler, frequency, own, frequency, is_stepwise=is_automatic, is_counted=is_automatic)
             obstacle = self._swap(held, is_in_batch, is_last_batch)
             if obstacle is None:
                 self._held.append(held)
@@ -127,6 +150,8 @@ class ScheduleHold:
         """Gives all schedules their own class back."""
         for held in self._held:
             undo_lookalike(held.scheduler)
+            if held.frequency != held.found:
+                held.set_frequency(held.found)
         self._held.clear()
         self._obstacles.clear()
 
@@ -145,13 +170,6 @@ class ScheduleHold:
         """
         if self._obstacles and (length is None or length.ratio() != 1):
             return self._obstacles[0]
-        for held in self._held if length is not None else ():
-            assert length is not None
-            if length.ratio(held.frequency) is None:
-                return (
-                    f"the schedule `{type(held.scheduler).__qualname__}` with `frequency={held.frequency}` would not be"
-                    " called any more"
-                )
         return None
 
     def stretch(self, length: RunLength) -> None:

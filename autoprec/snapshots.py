@@ -125,6 +125,20 @@ class SnapshotRing:
             self._packer.pack(copy, block, layout.places)
         return True
 
+    def aside(self, state: Nest, note: Nest, window: int = 0) -> Snapshot | None:
+        """Copies a nest for a while, beside the copies that are kept; the arguments are those of :meth:`take`.
+
+        Returns:
+            The copy, ``None`` where the memory for copies is not enough.
+        """
+        layout = _Layout()
+        skeleton = frozen(state, layout.put)
+        if self.nbytes + layout.nbytes > self.max_bytes:
+            return None
+        block = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        layout.copy_into(block)
+        return Snapshot(note, window, skeleton, block)
+
     def drop_newest(self) -> None:
         """Forgets the newest copy."""
         self._copies.pop()

@@ -90,10 +90,15 @@ class TrainingLoaders:
 
     @property
     def found_batches(self) -> int | None:
-        """Batches of an epoch at the size that the loader came with; ``None`` if not known, as with several loaders."""
-        if len(self.sized) != 1 or self.sized[0].facts.rows is None:
+        """Batches of an epoch at the sizes that the loaders came with; ``None`` if not known."""
+        lengths = [each.facts.batches(each.found_size) for each in self.sized]
+        # in its other two modes the longest of them ends an epoch
+        is_shortest = getattr(self._trainer.fit_loop._combined_loader, "_mode", "") == "min_size"
+        count = (min if is_shortest else max)(lengths, default=math.inf)
+        if math.isinf(count):
             return None
-        return int(self.sized[0].facts.batches(self.sized[0].found_size, self._trainer.limit_train_batches))
+        length, limit = int(count), self._trainer.limit_train_batches
+        return min(length, limit) if isinstance(limit, int) else int(length * limit)
 
     def hold(self, size: int) -> None:
         """Gives the first loader a size, and the others theirs at the ratio of what they came with.
@@ -106,21 +111,24 @@ class TrainingLoaders:
             for loader, its_size in zip(self.sized, sizes, strict=True):
                 loader.hold(its_size)
 
-    def lost_samples(self, size: int, batches: float) -> int:
+    def lost_samples(self, size: int, batches: float, before: int = 0, consumed: int = 0) -> int:
         """Samples without a batch: Lightning ends an epoch after the number of batches that it counted at its start.
 
         Args:
             size: Batch size of the first loader when batches were counted.
             batches: Their number.
+            before: Batches of the epoch before the run was resumed.
+            consumed: Samples of the first loader in them.
         """
-        done = batches_done(self._trainer)
+        done = batches_done(self._trainer) - before
         lost = 0
         for loader in self.sized:
             rows, its_size = loader.facts.rows, size * loader.found_size // self.sized[0].found_size
             if rows is None or math.isinf(batches):
                 continue
             whole = rows // its_size * its_size if loader.facts.drop_last else rows
-            lost += max(min(int(batches) * its_size, whole) - loader.samples_of(done), 0)
+            seen = consumed * loader.found_size // self.sized[0].found_size + loader.samples_of(done)
+            lost += max(min(int(batches) * its_size, whole) - seen, 0)
         return lost
 
     # ---- what stands in the way ----

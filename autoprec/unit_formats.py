@@ -6,7 +6,6 @@ the layers. What does not: whether a request is legal (``judgement``) and what i
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,21 +15,8 @@ import torch
 from autoprec.base import Base
 from autoprec.formats import get_format, rank
 from autoprec.layers import set_format
-from autoprec.readings import LAYER_KINDS
+from autoprec.tiers import tier_of
 from autoprec.units import Unit
-
-
-def tier_of(unit: Unit, tiers: Mapping[str, str]) -> str | None:
-    """Returns the narrowest format that policies may choose for a unit, ``None`` where that is left open.
-
-    Args:
-        unit: The unit.
-        tiers: Format by pattern of unit names or by kind; the first pattern that fits counts before the kind.
-    """
-    for pattern, name in tiers.items():
-        if pattern not in LAYER_KINDS and fnmatch.fnmatchcase(unit.name, pattern):
-            return name
-    return tiers.get(unit.kind)
 
 
 class UnitFormats:
@@ -54,6 +40,8 @@ class UnitFormats:
         changes: How often formats were handed to the layers.
         is_steering: Whether any layer runs otherwise than under the Trainer's own precision.
         is_ambient_raised: Whether what runs between units was raised to fp32.
+        failed_in_base: Units that the guard has raised because they could not run in the Trainer's own format.
+        has_ambient_failed: Whether that goes for what runs before the first unit as well.
     """
 
     def __init__(
@@ -71,6 +59,8 @@ class UnitFormats:
         self.changes = 0
         self.is_steering = False
         self.is_ambient_raised = False
+        self.failed_in_base: set[str] = set()
+        self.has_ambient_failed = False
         self._base = base
         self._choice = choice
         self._tiers = {unit.name: tier_of(unit, tiers or {}) for unit in units}
@@ -130,7 +120,29 @@ class UnitFormats:
     @property
     def ambient_dtype(self) -> torch.dtype:
         """Target of autocast at the start of a training step, before the first unit sets it."""
-        return torch.float32 if self.is_ambient_raised else get_format(self._base.format or "fp32").compute_dtype
+        return torch.float32 if self.is_ambient_raised else self.base_dtype
+
+    @property
+    def base_dtype(self) -> torch.dtype:
+        """Target of autocast under the Trainer's own precision, float32 for none."""
+        return get_format(self._base.format or "fp32").compute_dtype
+
+    def too_wide_for_base(self) -> frozenset[str]:
+        """Units that cannot be validated in the Trainer's own format: they have failed in it and are still raised."""
+        return frozenset(
+            name for name in self.failed_in_base if self.current[name] != self._base_format(self.units[name])
+        )
+
+    def note_failure(self, unit_name: str) -> bool:
+        """Notes that a unit cannot run in the format that it has.
+
+        Returns:
+            Whether that is the Trainer's own, so that validation must not use it either.
+        """
+        is_base = self.current[unit_name] == self._base_format(self.units[unit_name]) != "fp32"
+        if is_base:
+            self.failed_in_base.add(unit_name)
+        return is_base
 
     def is_never_called(self, unit: Unit, applied_steps: int) -> bool:
         """Whether a unit's format was in force for a step at least, and nobody called its forward.
@@ -214,6 +226,8 @@ class UnitFormats:
             },
             "called": [name for name, unit in self.units.items() if unit.has_run],
             "is_ambient_raised": self.is_ambient_raised,
+            "failed_in_base": sorted(self.failed_in_base),
+            "has_ambient_failed": self.has_ambient_failed,
             "is_steering": self.is_steering,
         }
 
@@ -231,6 +245,8 @@ class UnitFormats:
             self.current.update(known)
             self.named = set(state["named"]) & set(self.units)
             self.is_ambient_raised = bool(state["is_ambient_raised"])
+            self.failed_in_base = set(state.get("failed_in_base", ())) & set(self.units)
+            self.has_ambient_failed = bool(state.get("has_ambient_failed", False))
             self.is_steering = bool(state["is_steering"])
         self.changed_at.update({name: int(at) for name, at in state["changed_at"].items() if name in self.units})
         for name in state["ran"].keys() & self.units.keys():

@@ -6,7 +6,7 @@
     python -m benchmarks.divergence --write-docs     everything, into docs/divergence.json and docs/divergence.md
 
 A run is one training of one recipe in one arm with one seed, and leaves one file in benchmarks/results. The file's name
-changes with the settings, the versions, the machine and the source of autoprec. Recipes stand in
+changes with the recipe, the versions, the machine and the source of autoprec. Recipes stand in
 ``divergence_recipes.py``, what survival is in ``survival.py``.
 """
 

@@ -41,23 +41,17 @@ class Arm(NamedTuple):
         precision: That of the Trainer.
         is_steered: Whether the callback is added.
         is_clean: Whether the data are those without what is wrong with them.
-        has_defaults: Whether the callback has its defaults even if the recipe has other settings.
         clip: The Trainer's ``gradient_clip_val``; ``None`` for the recipe's.
     """
 
     precision: str
     is_steered: bool = False
     is_clean: bool = False
-    has_defaults: bool = False
     clip: float | None = None
 
     def __str__(self) -> str:
         """The arm in words."""
-        parts = [
-            self.precision,
-            *(["callback"] if self.is_steered else []),
-            *(["defaults"] if self.has_defaults else []),
-        ]
+        parts = [self.precision, *(["callback"] if self.is_steered else [])]
         if self.clip is not None:
             parts.append(f"clips at {self.clip:g}")
         return " + ".join([*parts, *(["clean data"] if self.is_clean else [])])
@@ -78,7 +72,6 @@ class Recipe:
         clean: The material without what is wrong with it, for a recipe that fp32 does not survive either: then the
             reference is fp32 on these. ``None``: the reference is fp32 on the same data.
         autoprec: Precision of the Trainer that the callback is added to; ``None`` for ``static``.
-        settings: Arguments of the callback other than its defaults.
         options: Arguments of every Trainer of the recipe.
         also: Further arms, for comparison.
     """
@@ -92,7 +85,6 @@ class Recipe:
     factor: float = 1.5
     clean: Callable[[int, int], Material] | None = None
     autoprec: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     also: Sequence[Arm] = (Arm("bf16-mixed"),)
 
@@ -107,7 +99,7 @@ class Recipe:
 
     def identity(self) -> list[Any]:
         """What its results depend on besides source and versions, for JSON."""
-        return [self.name, self.steps, BATCH_SIZE, dict(self.settings), dict(self.options)]
+        return [self.name, self.steps, BATCH_SIZE, dict(self.options)]
 
 
 @functools.cache
@@ -176,10 +168,6 @@ def _prototypes() -> Prototypes:
     return Prototypes(images[picked], make_optimizer=partial(Adam, lr=1.0))
 
 
-# the forward itself leaves the range of fp16, so that nothing but other formats can validate it
-_CURRENT = {"eval_precision": "current"}
-_CURRENT_OR_NOT = (Arm("bf16-mixed"), Arm("16-mixed", is_steered=True, has_defaults=True))
-
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -198,8 +186,6 @@ RECIPES = {
             _images,
             400,
             factor=2.0,
-            settings=_CURRENT,
-            also=_CURRENT_OR_NOT,
         ),
         Recipe(
             "large-logits",
@@ -208,8 +194,6 @@ RECIPES = {
             _prototypes,
             partial(_images, gain=255.0),
             300,
-            settings=_CURRENT,
-            also=_CURRENT_OR_NOT,
         ),
         Recipe(
             "bf16-tail",
@@ -249,8 +233,6 @@ RECIPES = {
             partial(MaskedAttention, make_optimizer=partial(Adam, lr=0.01)),
             partial(_padded_lines, context=24),
             300,
-            settings=_CURRENT,
-            also=_CURRENT_OR_NOT,
         ),
         Recipe(
             "tiny-loss",
@@ -269,8 +251,6 @@ RECIPES = {
             partial(Recurrent, make_optimizer=partial(Adam, lr=0.005)),
             _images,
             1200,
-            settings=_CURRENT,
-            also=_CURRENT_OR_NOT,
             options={"gradient_clip_val": 1.0},
         ),
         Recipe(

@@ -25,7 +25,6 @@ def summarise(recipe: Recipe, runs: Mapping[str, Sequence[Run]]) -> dict[str, An
         "steps": recipe.steps,
         "factor": recipe.factor,
         "static": recipe.static,
-        "settings": dict(recipe.settings),
         "arms": {
             name: {"way": str(arm), **_of_arm(runs[name], losses, recipe.factor)} for name, arm in recipe.arms().items()
         },
@@ -58,14 +57,6 @@ def last_line(summaries: Mapping[str, Summary]) -> str:
         f"divergence: recipes={len(summaries)} static_survived={counts['static']}"
         f" autoprec_survived={counts['autoprec']}"
     )
-
-
-def survived_with_defaults(summaries: Mapping[str, Summary]) -> int:
-    """Returns in how many recipes the callback survives with every seed and without any setting."""
-    arms = [one["arms"] for one in summaries.values()]
-    bare = [next((arm for name, arm in found.items() if name.endswith(" + defaults")), None) for found in arms]
-    chosen = [found["autoprec"] if arm is None else arm for found, arm in zip(arms, bare, strict=True)]
-    return sum(arm["survived"] == arm["seeds"] for arm in chosen)
 
 
 def figures(summaries: Mapping[str, Summary]) -> Table:
@@ -113,16 +104,9 @@ def mechanisms(summaries: Mapping[str, Summary], seed: int) -> Table:
         summaries: What :func:`summarise` returned, by recipe.
         seed: The first seed, of which single runs are told.
     """
-    head = ["recipe", "why static fails", f"static, seed {seed}", f"what the callback did, seed {seed}", "settings"]
-    lines = [
-        [name, RECIPES[name].fails, one["symptoms"], one["deeds"], _settings(one["settings"])]
-        for name, one in summaries.items()
-    ]
+    head = ["recipe", "why static fails", f"static, seed {seed}", f"what the callback did, seed {seed}"]
+    lines = [[name, RECIPES[name].fails, one["symptoms"], one["deeds"]] for name, one in summaries.items()]
     return Table("What went wrong", head, lines)
-
-
-def _settings(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}={value!r}`" for name, value in settings.items()) or "defaults"
 
 
 def page_block(study: Mapping[str, Any]) -> str:
@@ -139,6 +123,4 @@ def page_block(study: Mapping[str, Any]) -> str:
         f" {about['processor']}, {about['cores']} cores, {versions}; {minutes:.0f} minutes of processor time."
     )
     tables = figures(summaries), mechanisms(summaries, study["seeds"][0])
-    count = survived_with_defaults(summaries)
-    note = f"Without the settings of the last column the callback survives {count} of the {len(summaries)} recipes."
-    return "\n\n".join([head, *map(as_markdown, tables), note, f"    {last_line(summaries)}"])
+    return "\n\n".join([head, *map(as_markdown, tables), f"    {last_line(summaries)}"])

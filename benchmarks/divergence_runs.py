@@ -102,8 +102,7 @@ def run(recipe: Recipe, arm: Arm, seed: int) -> dict[str, Any]:
     module = recipe.module()
     plain = copy.deepcopy(module).eval()
     watch = Watch(recipe.steps)
-    settings = {} if arm.has_defaults else recipe.settings
-    callback = AutoPrecisionCallback(**settings, verbose=False) if arm.is_steered else None
+    callback = AutoPrecisionCallback(verbose=False) if arm.is_steered else None
     started = time.process_time()
     trainer, error = _fit(module, [watch] if callback is None else [watch, callback], train, held_out, recipe, arm)
     found = {

@@ -248,6 +248,50 @@ def test_b06_unproven_size_is_lowered_in_the_middle_of_an_epoch(drop_last: bool,
     assert "did not fit into memory" in sizes(ap)[-1].reason
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
+@pytest.mark.parametrize("interval", [None, 0.5])
+def test_b07_an_epoch_in_which_memory_ran_out_ends_where_it_would_have_ended(
+    tmp_path: Path, interval: float | None
+) -> None:
+    """Resumed after memory has run out: the same number of batches, counters and validations, and the next epoch."""
+    options: dict[str, Any] = {"max_epochs": 3, "num_sanity_val_steps": 0}
+    if interval is not None:
+        options["val_check_interval"] = interval
+
+    def make() -> tuple[AutoPrecisionCallback, Counts, tuple[Callback, ...]]:
+        ap, counts = scripted(epochs=sizes_of(0, 32)), Counts()
+        files = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=1)
+        return ap, counts, (files, counts)
+
+    ap, counts, others = make()
+    fails = Fails(ap, 8)
+    fit(Numbers(128, 16), ap, others=(*others, fails), enable_checkpointing=True, **options)
+    assert fails.answers == [True]
+    again, resumed, others = make()
+    path = tmp_path / "step=11.ckpt"
+    fit(Numbers(128, 16), again, others=others, enable_checkpointing=True, ckpt_path=path, **options)
+    assert resumed.lengths == counts.lengths[1:] == [4, 8]
+    assert resumed.steps[-1] == counts.steps[-1] == 20
+    assert resumed.validations == [step for step in counts.validations if step > 11]
+    assert again.lost_samples == ap.lost_samples > 0
+
+
+class Counts(Callback):
+    """Batches of each epoch, and the steps at which epochs and validations ended."""
+
+    def __init__(self) -> None:
+        self.lengths: list[float] = []
+        self.steps: list[int] = []
+        self.validations: list[int] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        self.lengths.append(trainer.num_training_batches)
+        self.steps.append(trainer.global_step)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
+        self.validations.append(trainer.global_step)
+
+
 def test_b06_lost_samples_come_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from autoprec import AutoPrecisionConfig
-from autoprec.run_length import EpochPlan, RunLength
 from tests.resized import Change, Record, Run, assert_even, assert_follows, calls
 from tests.support import Manual, Task, squares_but
 
@@ -236,25 +235,39 @@ def test_b04_position_of_the_users_own_passes_through() -> None:
     assert changed.positions[128] == ap.applied_steps == 24
 
 
-def test_b04_a_frequency_that_leaves_no_call_is_a_reason() -> None:
-    reasons: list[Any] = []
+@pytest.mark.parametrize("make", [one_cycle, cosine, polynomial])
+@pytest.mark.parametrize("change", [Change(accumulate=4), Change(bs=32)], ids=["accumulation", "size"])
+def test_b04_a_frequency_that_leaves_no_call_gives_way(make: Any, change: Change) -> None:
+    """Batches 3 and 6 of 8 call the schedule; of the batches after which steps come then none has such a number."""
 
-    class Ask(Record):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    class Keeps(Record):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            self.trainer = trainer
+
+    run, keeps = of(make, 2 * calls(8, 1, 3), frequency=3), Keeps()
+    changed, _ = run.fit(change, others=[keeps])
+    assert changed.last == pytest.approx(run.fit()[0].last)
+    assert changed.positions[128] == 4
+    assert changed.positions[96] == 3  # not all at once
+    assert keeps.trainer.lr_scheduler_configs[0].frequency == 3  # the user's own again
+
+
+def test_b04_a_frequency_that_gave_way_does_so_in_a_resumed_run() -> None:
+    class Saves(Record):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             schedules = trainer.precision_plugin.steering.schedules
-            before = EpochPlan.of(trainer)
-            for accumulate in (2, 4):
-                now = EpochPlan(batches=8, accumulate=accumulate)
-                length = RunLength.of(trainer, before, now)
-                reasons.append(schedules.why_not_stretched(length))
-            with pytest.raises(ValueError, match="Passed `stretch.*would not be called any more"):
-                schedules.stretch(length)
+            state, config = schedules.state(), trainer.lr_scheduler_configs[0]
+            found.append(config.frequency)
+            config.frequency = 3  # as a resumed run begins
+            schedules._held[0].frequency = 3
+            schedules.load(state)
+            found.append(config.frequency)
 
-    of(one_cycle, frequency=3).fit(others=[Ask()])
-    assert reasons == [
-        None,
-        "the schedule `OneCycleLR` with `frequency=3` would not be called any more",
-    ]
+    found: list[int] = []
+    run = of(one_cycle, 2 * calls(8, 1, 3), frequency=3)
+    changed, _ = run.fit(Change(accumulate=4), others=[Saves()])
+    assert found == [3, 3, 1, 1]
+    assert changed.positions[128] == 4
 
 
 @pytest.mark.parametrize("is_held", [True, False])

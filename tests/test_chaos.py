@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import random
 import signal
 import warnings
 from collections import deque
@@ -31,7 +32,7 @@ from tests.chaos.fault import Asked, Fault, Scene
 from tests.chaos.faults import FAULTS
 from tests.chaos.invariants import INVARIANTS, Evidence, Reading, Violation, violations
 from tests.chaos.process_faults import damage
-from tests.chaos.runs import Report, die, run
+from tests.chaos.runs import Report, die, run, spread
 from tests.chaos.schedules import Injection, Schedule, draw
 from tests.chaos.settings import Setting
 from tests.chaos.shrink import shrink
@@ -217,6 +218,18 @@ def test_the_campaign_finds_a_broken_guard(name: str, tmp_path: Path, monkeypatc
         warnings.simplefilter("ignore")
         report = run(schedule, tmp_path)
     assert expected in {each.name for each in report.violations}
+
+
+def test_noise_has_a_tail_that_a_few_runs_do_not_show() -> None:
+    """A range grows with the number of runs, a deviation does not; and it is no licence for a run that is ruined."""
+    chance = random.Random(0)
+    few = [4.5 + chance.gauss(0, 1) for _ in range(12)]
+    many = [4.5 + chance.gauss(0, 1) for _ in range(2000)]
+    excesses = [a - b for a, b in zip(many[::2], many[1::2], strict=True)]
+    assert sum(each > spread(few) for each in excesses) <= 1
+    assert sum(each > max(few) - min(few) for each in excesses) > 1
+    assert spread(few) < 10.0
+    assert spread([1.0, 1.0, 9.0]) >= 8.0
 
 
 def test_copies_are_damaged_and_nothing_else() -> None:

@@ -94,6 +94,29 @@ def test_accepted_losses_are_ordinary_whenever_they_come_again() -> None:
     assert again.bound == watch.bound
 
 
+def test_losses_that_came_down_by_themselves_are_known_when_they_come_again() -> None:
+    watch = watched(noisy(0.05, 100))
+    watch.note(noisy(2.3, 20))
+    assert not watch.has_come_down
+    watch.note(noisy(0.05, 40))
+    watch.note(noisy(2.3, 20))
+    assert watch.has_come_down
+    again = LossWatch(20.0)
+    again.load_state_dict(watch.state_dict())
+    assert again.has_come_down
+    watch.note(noisy(0.05, 40))
+    watch.note(noisy(9.0, 20))
+    assert not watch.has_come_down
+
+
+def test_a_few_high_losses_are_no_block() -> None:
+    watch = watched(noisy(0.05, 100))
+    watch.note(noisy(2.3, 15))
+    watch.note(noisy(0.05, 40))
+    watch.note(noisy(2.3, 20))
+    assert not watch.has_come_down
+
+
 def test_high_losses_do_not_raise_the_bound() -> None:
     watch = watched(noisy(1.0, 100))
     bound = watch.bound

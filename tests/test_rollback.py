@@ -36,7 +36,7 @@ from autoprec.rollback import Rollback
 from autoprec.summary import summarize
 from tests.small_fits import Full, assert_identical, clone, differences, outcome, quiet, seed
 from tests.small_fits import loader as small_loader
-from tests.support import Manual, Task, Watch, assert_finite, cpu, rows, squares
+from tests.support import Manual, Task, Watch, assert_finite, cpu, loader, rows, squares
 
 NAN = float("nan")
 
@@ -628,6 +628,35 @@ def test_a_step_that_draws_its_own_batches() -> None:
     with goes_back():  # Lightning warns of this flavour, too
         cpu(callbacks=[ap, Writes(poison_weight, 25)]).fit(module)
     assert [row.applied for row in rows(ap.history, "rollback")] == [20]
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize("draws_own", [False, True])
+def test_the_boundary_is_asked_once_a_batch(draws_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Takes(Task):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def val_dataloader(self) -> Any:
+            return loader(self.data[:16], 8)
+
+    class Draws(Takes):
+        def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+            batch, index, _ = next(dataloader_iter)
+            return squares(self.net, batch, index)
+
+    asked: list[bool] = []
+    original = Rollback.at_boundary
+
+    def at_boundary(self: Rollback) -> None:
+        root: Any = self._steering.root
+        asked.append(root.trainer.training)
+        original(self)
+
+    monkeypatch.setattr(Rollback, "at_boundary", at_boundary)
+    module = (Draws if draws_own else Takes)(net(), data(20 * 8), optimizer=adam)
+    cpu(callbacks=[callback()], val_check_interval=5, num_sanity_val_steps=0).fit(module)
+    assert asked.count(True) == 20
 
 
 def test_averages_of_weights_are_kept_by_their_callback() -> None:
