@@ -245,7 +245,7 @@ def test_measuring_changes_nothing(model: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("stop", [6, 11, STOP])
+@pytest.mark.parametrize("stop", [6, 12, STOP])
 def test_resumes(policy: str, stop: int, tmp_path: Path) -> None:
     """From between the measured window and its plan, and from between plans."""
 
