@@ -352,7 +352,8 @@ def test_what_a_plan_leaves_as_it_is_is_not_asked_for() -> None:
     assert controller.decide(nothing) == Action(precision={"a": "bf16"})
     assert controller.reasons() == {"a": "why"}
     assert controller.notes() == ("plan 1",)
-    assert controller.decide(nothing) == Action(precision={})
+    controller.note_facts(facts(is_measured=True))
+    assert controller.decide(nothing) == Action(precision={}), "it is in fp32 already"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
