@@ -340,7 +340,7 @@ RUNS["events"] = Setup(
     eventful, Eventful, options={"precision": "bf16-mixed"}, others=[lambda: Asks(13), lambda: Resizes(9)]
 )
 RUNS["planned"] = Setup(planned)
-# a window that is measured is skipped in 56; a request waits in 13; what was measured for a plan waits in 6
+# a window that is measured is skipped in 56; a request waits in 13; what was measured for a plan waits in 12
 STEPS = [
     *(("rule", step) for step in (1, 13, 21, 36, STOP, 56, 60)),
     *(("events", step) for step in (7, 9, 11, 13, 20)),
