@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autoprec.compare.evidence import Evidence
 from autoprec.compare.records import Comparison, Run
@@ -273,6 +275,50 @@ def test_a_wide_tie_says_how_wide_it_is() -> None:
 )
 def test_speed_relations(ratio: Estimate, expected: str) -> None:
     assert speed_relation(ratio) == expected
+
+
+def test_first_steps_that_cost_what_the_others_win_are_mentioned() -> None:
+    ours = tuple(
+        replace(run, steps=(replace(run.steps[0], step_ms=400.0), *run.steps[1:]))
+        for run in arm_runs("autoprec", 5.0, 1.0)
+    )
+    found = judged(comparison(static(), ours))
+    assert found.verdict == "use autoprec"
+    assert "In runs as short as these, its first steps cost what the others win." in all_reasons(found)
+    assert "In runs as short" not in all_reasons(judged(comparison(static(), arm_runs("autoprec", 5.0, 1.0))))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    step_ms=st.floats(4.0, 9.0),
+    final=st.floats(0.9, 1.1) | st.just(math.nan),
+    noise=st.sampled_from([0.0, 0.01, 0.1]),
+    seeds=st.integers(1, 4),
+    margin=st.sampled_from([0.005, 0.05]),
+)
+def test_nothing_is_claimed_that_no_interval_shows(
+    step_ms: float, final: float, noise: float, seeds: int, margin: float
+) -> None:
+    arms = (static(seeds=seeds), arm_runs("autoprec", step_ms, final, noise=noise, seeds=seeds))
+    found = judged(comparison(*arms), margin=margin)
+    ratio, difference = found.time_ratio, found.difference
+    if found.candidate is None:
+        assert found.verdict == f"keep {found.best_static}"
+        return
+    if ratio.low is None or ratio.high is None or difference.low is None or difference.high is None:
+        assert found.verdict == "undecided: needs 3 seeds"
+        return
+    is_inside, is_better = -margin < difference.low <= difference.high < margin, difference.high < 0
+    is_faster, is_slower = ratio.high < 1 and ratio.value <= 0.98, ratio.low > 1 and ratio.value >= 1.02
+    if found.verdict.startswith("use"):
+        assert is_inside or is_better
+        assert is_faster or is_better
+    elif found.verdict.startswith("keep"):
+        assert is_slower or difference.low > 0
+    elif found.verdict == "tie":
+        assert is_inside
+        assert not is_faster
+        assert not is_slower
 
 
 # ---- several arms with autoprec, several instruction sets ----

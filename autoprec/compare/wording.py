@@ -123,8 +123,11 @@ class Words:
         if self._evidence.is_whole_run:
             return
         found = whole_ratio(self._evidence.runs, self._ours, self._best, self._level)
-        if not math.isnan(found.value):
-            yield f"Whole runs, their first steps included: {found.value:.3f} times{self._interval(found, '.3f')}."
+        if math.isnan(found.value):
+            return
+        shorter = found.value >= 1.0 > self._evidence.time_ratio(self._ours, self._best).value
+        caveat = " In runs as short as these, its first steps cost what the others win." if shorter else ""
+        yield f"Whole runs, their first steps included: {found.value:.3f} times{self._interval(found, '.3f')}.{caveat}"
 
     def _memory(self) -> Iterator[str]:
         ours, best = (self._peak(arm) for arm in (self._ours, self._best))
