@@ -143,6 +143,13 @@ def test_losses_that_end_in_nan_are_a_divergence_where_no_metric_was_computed() 
     assert "bf16-mixed diverged" in all_reasons(found)
 
 
+def test_a_run_that_was_ended_because_it_diverged_has_diverged() -> None:
+    broken = [arm_runs(arm, 2.0, None, error="diverged: the training loss is not finite") for arm in ("32-true", "x")]
+    found = judged(comparison(*broken, arm_runs("autoprec", 5.0, 1.0)))
+    assert found.headline == "Use autoprec: every static arm diverged, autoprec did not."
+    assert "Left out: x diverged with 4 of 4 seeds." in found.reasons
+
+
 def test_losses_that_were_nan_on_the_way_are_none() -> None:
     runs = arm_runs("bf16-mixed", 6.0, 1.0)
     skipped = tuple(
