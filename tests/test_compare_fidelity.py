@@ -164,6 +164,12 @@ def test_model_outputs_of_transformers_are_mappings() -> None:
     assert (found.name, found.class_dim) == ("logits", 2)
 
 
+def test_what_lies_inside_a_model_is_no_output() -> None:
+    inner = ("encoder_last_hidden_state", "encoder_hidden_states", "decoder_attentions", "cross_attentions")
+    outputs = {name: torch.zeros(2, 3) for name in (*inner, "last_hidden_state")}
+    assert [output.name for output in flatten(outputs, None)] == ["last_hidden_state"]
+
+
 @pytest.mark.parametrize(
     ("shape", "target", "class_dim"),
     [

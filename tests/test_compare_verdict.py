@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autoprec.compare.evidence import Evidence
 from autoprec.compare.records import Comparison, Run
@@ -139,6 +141,13 @@ def test_losses_that_end_in_nan_are_a_divergence_where_no_metric_was_computed() 
     found = judged(comparison(arm_runs("32-true", 10.0, 1.0), broken, arm_runs("autoprec", 5.0, 1.0)))
     assert found.best_static == "32-true"
     assert "bf16-mixed diverged" in all_reasons(found)
+
+
+def test_a_run_that_was_ended_because_it_diverged_has_diverged() -> None:
+    broken = [arm_runs(arm, 2.0, None, error="diverged: the training loss is not finite") for arm in ("32-true", "x")]
+    found = judged(comparison(*broken, arm_runs("autoprec", 5.0, 1.0)))
+    assert found.headline == "Use autoprec: every static arm diverged, autoprec did not."
+    assert "Left out: x diverged with 4 of 4 seeds." in found.reasons
 
 
 def test_losses_that_were_nan_on_the_way_are_none() -> None:
@@ -273,6 +282,60 @@ def test_a_wide_tie_says_how_wide_it_is() -> None:
 )
 def test_speed_relations(ratio: Estimate, expected: str) -> None:
     assert speed_relation(ratio) == expected
+
+
+@pytest.mark.parametrize(
+    ("first_ms", "verdict"),
+    [
+        (35.0, "use autoprec"),
+        (665.0, "undecided: faster by the step, slower as a whole run of this length"),
+    ],
+)
+def test_first_steps_that_cost_more_than_the_others_win(first_ms: float, verdict: str) -> None:
+    """60 steps of 6 ms against 59 of 5 ms and a first one: 600 ms more are made up for after 600 more steps."""
+    ours = tuple(
+        replace(run, steps=(replace(run.steps[0], step_ms=first_ms), *run.steps[1:]))
+        for run in arm_runs("autoprec", 5.0, 1.0)
+    )
+    found = judged(comparison(static(), ours))
+    assert found.verdict == verdict
+    assert found.speed == "faster"
+    after = re.search(r"in runs of 60 steps; at this rate it is ahead after about (\d+) steps", all_reasons(found))
+    assert (after is None) is (verdict == "use autoprec")
+    assert after is None or float(after.group(1)) == pytest.approx(660, rel=0.1)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    step_ms=st.floats(4.0, 9.0),
+    final=st.floats(0.9, 1.1) | st.just(math.nan),
+    noise=st.sampled_from([0.0, 0.01, 0.1]),
+    seeds=st.integers(1, 4),
+    margin=st.sampled_from([0.005, 0.05]),
+)
+def test_nothing_is_claimed_that_no_interval_shows(
+    step_ms: float, final: float, noise: float, seeds: int, margin: float
+) -> None:
+    arms = (static(seeds=seeds), arm_runs("autoprec", step_ms, final, noise=noise, seeds=seeds))
+    found = judged(comparison(*arms), margin=margin)
+    ratio, difference = found.time_ratio, found.difference
+    if found.candidate is None:
+        assert found.verdict == f"keep {found.best_static}"
+        return
+    if ratio.low is None or ratio.high is None or difference.low is None or difference.high is None:
+        assert found.verdict == "undecided: needs 3 seeds"
+        return
+    is_inside, is_better = -margin < difference.low <= difference.high < margin, difference.high < 0
+    is_faster, is_slower = ratio.high < 1 and ratio.value <= 0.98, ratio.low > 1 and ratio.value >= 1.02
+    if found.verdict.startswith("use"):
+        assert is_inside or is_better
+        assert is_faster or is_better
+    elif found.verdict.startswith("keep"):
+        assert is_slower or difference.low > 0
+    elif found.verdict == "tie":
+        assert is_inside
+        assert not is_faster
+        assert not is_slower
 
 
 # ---- several arms with autoprec, several instruction sets ----

@@ -179,7 +179,7 @@ def _number(file: Path) -> int:
         raise NoCounterError(f"{file} cannot be read: {error}") from error
 
 
-class Estimate:
+class CodecarbonEstimate:
     """codecarbon's estimate: mostly typical power by processor model times time, so it shows little beyond the time.
 
     Args:
@@ -231,7 +231,7 @@ def find_counter(device: torch.device, probes: Probes) -> tuple[Counter | None, 
         makers.append(lambda: NvmlCounter(device, probes))
     elif device.type == "cpu":
         makers.append(lambda: RaplCounter(probes))
-    makers.append(lambda: Estimate(probes))
+    makers.append(lambda: CodecarbonEstimate(probes))
     kind = "AMD's" if device.type == "cuda" else device.type
     reasons = [] if len(makers) > 1 else [f"autoprec knows no counter for {kind} devices"]
     for make in makers:

@@ -26,6 +26,8 @@ from autoprec.compare.statistics import (
 
 FULL_PRECISION = "32-true"
 _STEERED = "autoprec"
+_DIVERGED = "diverged"
+"""What the error of a run begins with whose losses ended in numbers that are not finite."""
 
 
 class Evidence:
@@ -232,12 +234,12 @@ class Evidence:
 
     def _problem(self, arm: str) -> str | None:
         runs = self.of(arm)
-        failed = [run for run in runs if run.error is not None]
+        failed = [run for run in runs if run.error is not None and not run.error.startswith(_DIVERGED)]
         if failed:
             first = str(failed[0].error).strip().splitlines()
             return f"failed with {_share(failed, runs)} ({first[-1] if first else 'no message'})"
-        diverged = [run for run in runs if is_diverged(run, self.final(run))]
-        return f"diverged with {_share(diverged, runs)}" if diverged else None
+        diverged = [run for run in runs if run.error is not None or is_diverged(run, self.final(run))]
+        return f"{_DIVERGED} with {_share(diverged, runs)}" if diverged else None
 
     def _signed_mean(self, arm: str) -> float:
         values = [value for value in map(self.final, self.of(arm)) if value is not None]

@@ -15,7 +15,8 @@ Forward = Callable[[nn.Module, Any], Any]
 
 _INPUT_NAMES = ("input", "inputs", "x", "image", "images", "features", "data")
 _TARGET_NAMES = ("labels", "label", "target", "targets", "y")
-_NOT_OUTPUTS = ("loss", "past_key_values", "hidden_states", "attentions")
+_NOT_OUTPUTS = ("loss", "past_key_values", "encoder_last_hidden_state")
+_NOT_OUTPUTS_END = ("hidden_states", "attentions")  # of every layer, of encoder and decoder
 
 
 class Output(NamedTuple):
@@ -85,7 +86,7 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         entries = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     for key, entry in entries:
-        if key not in _NOT_OUTPUTS:
+        if key not in _NOT_OUTPUTS and not str(key).endswith(_NOT_OUTPUTS_END):
             yield from _tensors(entry, f"{name}.{key}" if name else str(key))
 
 

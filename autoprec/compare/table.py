@@ -196,7 +196,7 @@ def _footnotes(verdict: Verdict, left_out: Sequence[str]) -> Iterator[str]:
         else f"intervals: n/a, they need {MIN_SEEDS} seeds and there {'is 1' if seeds == 1 else f'are {seeds}'}"
     )
     reference = (
-        "" if verdict.reference is None else f"; difference: from {verdict.reference}, margin {verdict.margin:g}"
+        "" if verdict.reference is None else f"; difference: from {verdict.reference}, margin {verdict.margin:.4g}"
     )
     yield f"{intervals}{reference}"
     if any(arm.target_seeds for arm in verdict.arms) and "time to target" not in left_out:

@@ -14,7 +14,7 @@ from typing import Any
 from autoprec.compare.arm_figures import EQUIVALENT, UNKNOWN, ArmFigures, figures_of
 from autoprec.compare.evidence import Evidence
 from autoprec.compare.records import Comparison
-from autoprec.compare.statistics import MIN_SEEDS, Estimate
+from autoprec.compare.statistics import MIN_SEEDS, Estimate, whole_ratio
 from autoprec.compare.wording import Words
 
 VERSION = 1
@@ -174,9 +174,10 @@ class _Case:
         self.evidence = evidence
         self.best, self.ours = evidence.best_static, evidence.candidate
         level = 1.0 - (1.0 - evidence.confidence) / max(1, len(evidence.steered))
-        self.ratio = self.difference = self.target_ratio = Estimate(math.nan, None, None, 0)
+        self.ratio = self.whole = self.difference = self.target_ratio = Estimate(math.nan, None, None, 0)
         if self.best is not None and self.ours is not None:
             self.ratio = evidence.time_ratio(self.ours, self.best, level)
+            self.whole = whole_ratio(evidence.runs, self.ours, self.best, level)
             self.difference = evidence.difference(self.ours, self.best, level)
             self.target_ratio = evidence.target_ratio(self.ours, self.best, level)
         self.speed = speed_relation(self.ratio)
@@ -205,6 +206,8 @@ class _Case:
             return (keep, [time, loss]) if self.loss != "better" else self._slower_but_better(time, loss)
         if self.loss == UNKNOWN:
             return self._undecided(self._why_unknown(), [loss, time])
+        if self.speed == FASTER and speed_relation(self.whole) == SLOWER:
+            return self._undecided("faster by the step, slower as a whole run of this length", [time, loss])
         if self.speed == FASTER:
             return use, [time, loss]
         return ("tie", [time, loss]) if self.loss == EQUIVALENT else (use, [loss, time])

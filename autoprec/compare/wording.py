@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 
 from autoprec.compare.evidence import Evidence
-from autoprec.compare.statistics import MIN_SEEDS, Estimate, whole_ratio
+from autoprec.compare.statistics import MIN_SEEDS, Estimate, train_seconds, whole_ratio
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _ODD_BYTES = 0.05
@@ -52,7 +53,7 @@ class Words:
             loss: ``equivalent``, ``worse``, ``better`` or ``unknown``.
             difference: Metric of the judged arm less that of the best static arm.
         """
-        name, margin = self._evidence.metric, f"the margin of {self._evidence.margin:g}"
+        name, margin = self._evidence.metric, f"the margin of {self._evidence.margin:.4g}"
         if difference.seeds == 0:
             return f"{name} at the end is missing, so nothing is known about it."
         said = f"{name} of {self._ours} less that of {self._best} is {difference.value:+.3g}"
@@ -81,6 +82,26 @@ class Words:
         return (
             f"{_upper(self._ours)} takes {ratio.value:.3f} times as long as {self._best} until {name} reaches"
             f" {target}{interval}."
+        )
+
+    def whole_run(self, ratio: Estimate) -> str:
+        """Says how whole runs differ, and when the first steps are made up for where they cost more than was won.
+
+        Args:
+            ratio: Time of whole runs of the judged arm over that of the best static arm.
+        """
+        said = f"Whole runs, their first steps included: {ratio.value:.3f} times{self._interval(ratio, '.3f')}."
+        step = self._evidence.time_ratio(self._ours, self._best).value
+        best = self._evidence.of(self._best)
+        steps = statistics.median(len(run.steps) for run in best)
+        if not (step < 1.0 <= ratio.value) or not steps:
+            return said
+        usual_ms = statistics.median(found.step_ms for run in best for found in run.steps)
+        seconds = statistics.median(map(train_seconds, best))
+        even = steps + 1e3 * (ratio.value - 1.0) * seconds / (usual_ms * (1.0 - step))
+        return (
+            f"{said} Its first steps cost more than the others have won in runs of {steps:.0f} steps; at this rate it"
+            f" is ahead after about {float(f'{even:.2g}'):.0f} steps."
         )
 
     def remarks(self) -> Iterator[str]:
@@ -116,7 +137,7 @@ class Words:
         if len(others) > 1:
             yield (
                 f"{self._best} is the fastest of {len(others)} static arms whose mean {evidence.metric} is not worse"
-                f" than {evidence.reference}'s by more than {evidence.margin:g}."
+                f" than {evidence.reference}'s by more than {evidence.margin:.4g}."
             )
 
     def _whole_runs(self) -> Iterator[str]:
@@ -124,7 +145,7 @@ class Words:
             return
         found = whole_ratio(self._evidence.runs, self._ours, self._best, self._level)
         if not math.isnan(found.value):
-            yield f"Whole runs, their first steps included: {found.value:.3f} times{self._interval(found, '.3f')}."
+            yield self.whole_run(found)
 
     def _memory(self) -> Iterator[str]:
         ours, best = (self._peak(arm) for arm in (self._ours, self._best))
