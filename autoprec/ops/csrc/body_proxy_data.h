@@ -125,7 +125,8 @@ static void proxy_begin(void *proxy) {
     element = 0;
     for (int u = 0; u < spec->unit_count; u++) {
         ap_proxy_unit *unit = &p->units[u];
-        float deviation = sqrtf(2.0f / (float)unit->in);
+        int is_last = u == spec->nodes[spec->node_count - 1].unit; /* whose outputs start small */
+        float deviation = sqrtf((is_last ? 0.05f : 2.0f) / (float)unit->in);
         draw_matrix(p, AP_STREAM_WEIGHT, &element, unit->in * unit->out, deviation, p->parameters + unit->weight);
     }
 }
