@@ -33,9 +33,9 @@ static float cross_entropy(const float *logits, const int32_t *labels, int64_t b
     for (int64_t i = 0; i < batch; i++, logits += width) {
         float row[64], largest = logits[largest_of(logits, classes)];
         for (int64_t j = 0; j < width; j += AP_LANES) vf_store(row + j, vf_load(logits + j) - largest);
-        for (int64_t j = classes; j < width; j++) row[j] = -1e30f;
         float label = logits[labels[i]] - largest;
         for (int64_t j = 0; j < width; j += AP_LANES) vf_store(row + j, vf_exp(vf_load(row + j)));
+        for (int64_t j = classes; j < width; j++) row[j] = 0.0f;
         float total = mean16(row, width) * (float)width;
         sum += logf(total) - label;
         if (!grad) continue;
