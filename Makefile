@@ -7,7 +7,7 @@ STAMPS := build/stamps
 KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(KERNELS)
 
-.PHONY: demo test slow lint types imports check bench bench-quick convergence divergence sanitize triton-aot zoo \
+.PHONY: demo test slow lint types imports check gates bench bench-quick convergence divergence sanitize triton-aot zoo \
 	range-lowest range-newest range chaos check-all clean
 
 demo: $(READY)
@@ -30,6 +30,10 @@ imports: $(READY)
 	$(BIN)/lint-imports
 
 check: lint types imports test
+
+# whether the proxies are worth training a policy on; twins that an earlier run has trained are reused
+gates: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/gates.py
 
 # started again after an interruption, it measures only what is missing; `python -m benchmarks.train --help` has options
 bench: $(READY)

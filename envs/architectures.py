@@ -76,9 +76,7 @@ class Graph:
         self.kinds.append(kind)
         return self._node(node, unit=len(self.kinds) - 1, width=width, extra=extra)
 
-    def _node(
-        self, kind: str, *, b: int = 0, unit: int = 0, positions: int = 0, width: int = 0, extra: int = 0
-    ) -> int:
+    def _node(self, kind: str, *, b: int = 0, unit: int = 0, positions: int = 0, width: int = 0, extra: int = 0) -> int:
         source = self.nodes[-1]
         row = (NODES.index(kind), self.last, b, unit, positions or source[4], width or source[5], extra)
         self.nodes.append(row)

@@ -173,4 +173,6 @@ class Engine:
         for name, (low, high) in ranges.items():
             values = self.knobs[name]
             if values.min(initial=low) < low or values.max(initial=high) > high:
-                raise ValueError(f"Passed `knobs[{name!r}]` from {values.min()} to {values.max()}; {low} to {high} run.")
+                raise ValueError(
+                    f"Passed `knobs[{name!r}]` from {values.min()} to {values.max()}; {low} to {high} run."
+                )

@@ -60,7 +60,9 @@ def time_is_scarce(tasks: Tasks) -> Iterator[Gate]:
         scaled = [(replace(task, budget=round(task.budget * factor)), twin) for task, twin in tasks]
         means.append(float(play(scaled, Constant(format="bf16")).score.mean()))
     text = ", ".join(f"{factor} of the budget {mean:.3f}" for factor, mean in zip((0.5, 1, 2), means, strict=True))
-    yield Gate("score rises with the budget", means[0] + LEAST_GAIN < means[1] and means[1] + LEAST_GAIN < means[2], text)
+    yield Gate(
+        "score rises with the budget", means[0] + LEAST_GAIN < means[1] and means[1] + LEAST_GAIN < means[2], text
+    )
 
 
 def hardware_decides(tasks: Tasks) -> Iterator[Gate]:
@@ -93,7 +95,9 @@ def no_constant_is_optimal(tasks: Tasks) -> Iterator[Gate]:
     text = "by batch size " + ", ".join(f"{b}: {mean:.3f}" for b, mean in zip(batches, by_batch, strict=True))
     is_inside = 0 < int(by_batch.argmax()) < len(batches) - 1
     yield Gate("the best batch size lies inside the range", is_inside, text)
-    yield Gate("no constant wins most tasks", float(wins.max()) < 0.5, f"the most frequent winner wins {wins.max():.0%}")
+    yield Gate(
+        "no constant wins most tasks", float(wins.max()) < 0.5, f"the most frequent winner wins {wins.max():.0%}"
+    )
 
 
 def random_loses(tasks: Tasks) -> Iterator[Gate]:

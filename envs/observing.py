@@ -20,9 +20,13 @@ Array = NDArray[Any]
 _LIVE_NAMES = {"fp8-unscaled": "fp8"}
 _BF16_LARGEST = get_format("bf16").max
 _UNSCALED = {"fp32": 3.4e38, "bf16": _BF16_LARGEST, "fp16": get_format("fp16").max}
-ACTIVATION_LIMIT = np.array([_UNSCALED.get(name, 448.0 if name == "fp8-unscaled" else _BF16_LARGEST) for name in ENGINE_FORMATS])
+ACTIVATION_LIMIT = np.array(
+    [_UNSCALED.get(name, 448.0 if name == "fp8-unscaled" else _BF16_LARGEST) for name in ENGINE_FORMATS]
+)
 """Largest activation that each of the engine's formats can take."""
-GRADIENT_LIMIT = np.array([_UNSCALED.get(name, 57344.0 if name == "fp8-unscaled" else _BF16_LARGEST) for name in ENGINE_FORMATS])
+GRADIENT_LIMIT = np.array(
+    [_UNSCALED.get(name, 57344.0 if name == "fp8-unscaled" else _BF16_LARGEST) for name in ENGINE_FORMATS]
+)
 """The same of gradients."""
 NEEDS_SCALE = np.array([name in ("fp16", "fp8-unscaled") for name in ENGINE_FORMATS])
 """Whether a format needs a loss scale."""

@@ -289,9 +289,7 @@ def _draw_ladder(rng: np.random.Generator, distribution: Distribution, is_late: 
     return tuple(FORMATS.index(name) for name in names)
 
 
-def _draw_hardware(
-    rng: np.random.Generator, distribution: Distribution, share: NDArray[np.float64]
-) -> dict[str, Any]:
+def _draw_hardware(rng: np.random.Generator, distribution: Distribution, share: NDArray[np.float64]) -> dict[str, Any]:
     profile: Profile = PROFILES[str(rng.choice(distribution.profiles))]
     jitter = 1.0 + profile.jitter * rng.uniform(-1.0, 1.0, (len(share), len(FORMATS)))
     jitter[:, 0] = 1.0

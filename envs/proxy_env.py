@@ -22,7 +22,7 @@ from autoprec.envs.proxies import BATCH_SIZES, Bank, Task
 from autoprec.envs.reward import RewardWeights, is_diverged, progress, reward, score
 from autoprec.envs.simulation import Simulation
 from autoprec.envs.twins import Twin, bank_twins
-from autoprec.feature_rows import RUN_KNOBS, places
+from autoprec.feature_rows import places
 
 Array = NDArray[Any]
 

@@ -1,4 +1,4 @@
-"""Many proxy runs side by side: their knobs, time, histories and errors. No rewards, no actions, no reinforcement learning.
+"""Many proxy runs side by side: their knobs, their time, and what is known about them.
 
 What lives here: one window after another of every run, charged with simulated time, and what is known afterwards. What
 does not: what to do next (``proxy_env``, controllers).

@@ -58,7 +58,7 @@ def run_twins(tasks: Sequence[Task], *, threads: int = 1) -> list[Twin]:
         knobs = engine.knobs
         knobs["batch"], knobs["clip_multiplier"] = BATCH_SIZES[BASE_BATCH], np.inf
         knobs["is_evaluated"], knobs["loss_scale"] = 1, 1.0
-        first = engine.run()["evaluation_loss"].astype(float)
+        first = last = engine.run()["evaluation_loss"].astype(float)
         budget = np.array([task.budget for task in tasks])
         done = np.zeros(len(tasks), dtype=np.int64)
         while (done < budget).any():
@@ -67,7 +67,7 @@ def run_twins(tasks: Sequence[Task], *, threads: int = 1) -> list[Twin]:
             knobs["lr_begin"] = learning_rate(tasks, done / budget)
             knobs["lr_end"] = learning_rate(tasks, (done + steps) / budget)
             losses = engine.run()["evaluation_loss"].astype(float)
-            last = np.where(knobs["is_evaluated"] == 1, losses, first if not done.any() else last)
+            last = np.where(knobs["is_evaluated"] == 1, losses, last)
             done += steps
     return [Twin(float(before), float(after)) for before, after in zip(first, last, strict=True)]
 

@@ -24,9 +24,10 @@ def plain_spec(graph: Graph, *, seed: int = 3, optimizer: int = 0, **fields: Any
     """A description without noise, outliers, events or unusual ranges."""
     spec: NDArray[Any] = np.zeros((), SPEC)
     spec["seed"], spec["nodes"][: len(graph.nodes)] = (seed, 7), graph.nodes
-    settings = dict(node_count=len(graph.nodes), unit_count=len(graph.kinds), classes=8, max_batch=128, beta1=0.9)
-    settings |= dict(evaluation_samples=64, teacher_width=32, optimizer=optimizer, outlier_factor=1, loss_factor=1)
-    for name, value in {**settings, "beta2": 0.999, "eps": 1e-8, "drift_steps": 1.0, **fields}.items():
+    sizes = {"node_count": len(graph.nodes), "unit_count": len(graph.kinds), "classes": 8, "max_batch": 128}
+    settings = {"evaluation_samples": 64, "teacher_width": 32, "optimizer": optimizer, "beta1": 0.9, "beta2": 0.999}
+    neutral = {"outlier_factor": 1.0, "loss_factor": 1.0, "eps": 1e-8, "drift_steps": 1.0}
+    for name, value in {**sizes, **settings, **neutral, **fields}.items():
         spec[name] = value
     return spec
 

@@ -193,7 +193,7 @@ def test_in_fp32_ranges_loss_factor_and_loss_scale_change_nothing_learnt(engine:
     graph = MODELS["mlp"]
     plain = run(engine, plain_spec(graph), 8, lr_begin=0.05, lr_end=0.05, is_evaluated=1)
     learnt = engine.read(0, "parameters")
-    ranges = dict(activation_bits=3.0, gradient_bits=-5.0, drift_bits=4.0, drift_noise=3.0, drift_steps=20.0)
+    ranges = {"activation_bits": 3.0, "gradient_bits": -5.0, "drift_bits": 4.0, "drift_noise": 3.0, "drift_steps": 20.0}
     spec = plain_spec(graph, **ranges, loss_factor=2.0**-10)
     window = run(engine, spec, 8, loss_scale=256.0)
     np.testing.assert_array_equal(engine.read(0, "parameters"), learnt)
@@ -251,7 +251,7 @@ def test_events_come_and_go(engine: Engine) -> None:
 
 def test_noise_scale_grows_with_label_noise(engine: Engine) -> None:
     clean, noisy = (
-        run(engine, plain_spec(MODELS["mlp"], label_noise=noise), 16, batch=64)["noise_scale"] for noise in (0.0, 0.9)
+        run(engine, plain_spec(MODELS["mlp"], label_noise=noise), 16, batch=64)["noise_scale"] for noise in (0.0, 0.3)
     )
     assert 0 < clean < noisy
 
