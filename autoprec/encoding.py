@@ -37,7 +37,7 @@ row has no use for is 0, so that one small policy serves every row of every mode
 | ``loss_nonfinite`` ``norm_nonfinite`` | flags of the window |
 | ``pool_*`` | over the units: count (log2 / 8), mean rank by compute, least headroom, most underflow, overflows |
 | ``proposal`` | moves from where the knob is to what a table of costs and errors proposes |
-| ``cost_lower`` ``cost_higher`` | change of the step time by the move, relative, times 10; per sample for a batch size |
+| ``cost_lower`` ``cost_higher`` | relative change of the step time by the move, times 10; a batch size: per sample |
 | ``cost_known`` | 1 where one of the two is known |
 | ``error`` ``error_lower`` ``error_higher`` | (log2(error) + 7) / 7 in the current and in both neighbouring formats |
 | ``error_known`` | 1 where it is known; the error is relative to the centred tensors, 2 where one overflows |

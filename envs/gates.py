@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from autoprec.envs.baselines import Constant, RandomMoves, Scores, Table, play
+from autoprec.envs.baselines import Choose, Constant, RandomMoves, Scores, Table, play
 from autoprec.envs.engine import FORMATS
 from autoprec.envs.profiles import PROFILES
 from autoprec.envs.proposals import TableSettings
@@ -102,7 +102,7 @@ def no_constant_is_optimal(tasks: Tasks) -> Iterator[Gate]:
 
 def random_loses(tasks: Tasks) -> Iterator[Gate]:
     """Asks whether knobs matter at all."""
-    rivals = {"fp32": Constant(format="fp32"), "bf16": Constant(format="bf16"), "table": Table()}
+    rivals: dict[str, Choose] = {"fp32": Constant(format="fp32"), "bf16": Constant(format="bf16"), "table": Table()}
     chance = play(tasks, RandomMoves()).score.mean()
     means = {name: play(tasks, rival).score.mean() for name, rival in rivals.items()}
     text = f"random {chance:.3f}, " + ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
@@ -169,5 +169,5 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 
 def _rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
-    ranks = [values.argsort().argsort().astype(np.float64) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    ranks = np.stack([values.argsort().argsort() for values in (a, b)]).astype(np.float64)
+    return float(np.corrcoef(ranks)[0, 1])

@@ -12,21 +12,23 @@ from autoprec.envs.engine import FORMATS as ENGINE_FORMATS
 from autoprec.envs.proxies import BATCH_SIZES
 from autoprec.envs.simulation import Simulation
 from autoprec.feature_rows import Places, Prices, RunColumns, UnitColumns, fill_rows
-from autoprec.formats import FORMATS, get_format
+from autoprec.formats import E4M3, E5M2, FORMATS, get_format
 from autoprec.trends import Rows
 
 Array = NDArray[Any]
 
 _LIVE_NAMES = {"fp8-unscaled": "fp8"}
-_BF16_LARGEST = get_format("bf16").max
-_UNSCALED = {"fp32": 3.4e38, "bf16": _BF16_LARGEST, "fp16": get_format("fp16").max}
-ACTIVATION_LIMIT = np.array(
-    [_UNSCALED.get(name, 448.0 if name == "fp8-unscaled" else _BF16_LARGEST) for name in ENGINE_FORMATS]
-)
+_WIDE = get_format("bf16")
+
+
+def _limits(unscaled_fp8: float) -> Array:
+    known = {name: get_format(name).max for name in ("fp32", "bf16", "fp16")} | {"fp8-unscaled": unscaled_fp8}
+    return np.array([known.get(name, _WIDE.max) for name in ENGINE_FORMATS])  # scaled ones come from and go to bf16
+
+
+ACTIVATION_LIMIT = _limits(E4M3.max)
 """Largest activation that each of the engine's formats can take."""
-GRADIENT_LIMIT = np.array(
-    [_UNSCALED.get(name, 57344.0 if name == "fp8-unscaled" else _BF16_LARGEST) for name in ENGINE_FORMATS]
-)
+GRADIENT_LIMIT = _limits(E5M2.max)
 """The same of gradients."""
 NEEDS_SCALE = np.array([name in ("fp16", "fp8-unscaled") for name in ENGINE_FORMATS])
 """Whether a format needs a loss scale."""
@@ -34,7 +36,6 @@ _FORMAT_INDEX = np.array(
     [list(FORMATS).index(_LIVE_NAMES.get(n, n)) if _LIVE_NAMES.get(n, n) in FORMATS else -1 for n in ENGINE_FORMATS]
 )
 _BITS = np.array([32, 16, 16, 8, 8, 8, 4, 4])
-_MAX_SCALE = 2.0**24
 
 
 def memory_share(simulation: Simulation) -> Array:

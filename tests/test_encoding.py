@@ -375,7 +375,7 @@ def test_feature_errors() -> None:
     observation = encode([], RUN)
     with pytest.raises(ValueError, match=re.escape("Did you mean 'grad_headroom'?")):
         feature(observation, "grad_hedroom")
-    with pytest.raises(ValueError, match=f"with 5 columns. Version 2 of the observation has {len(FEATURES)}."):
+    with pytest.raises(ValueError, match=f"with 5 columns. Version 3 of the observation has {len(FEATURES)}."):
         feature(observation[:, :5], "depth")
 
 

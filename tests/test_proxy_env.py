@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from autoprec.encoding import CLIP_MULTIPLIERS, FEATURES, LIMIT, GlobalReading, 
 from autoprec.envs.baselines import Constant, RandomMoves, Table, play
 from autoprec.envs.engine import FORMATS
 from autoprec.envs.proposals import TableSettings, propose_levels, propose_scale
-from autoprec.envs.proxies import Bank, Distribution, Task
+from autoprec.envs.proxies import Bank, Distribution, Task, draw_task
 from autoprec.envs.reward import RewardWeights
 from autoprec.envs.simulation import Simulation
 from autoprec.envs.twins import Twin, run_twins
@@ -190,23 +191,25 @@ def test_keep_in_offset_mode_takes_the_proposal(env: ProxyVecEnv) -> None:
         env.step(keep(env))
 
 
-def test_the_guard_raises_the_offender_and_holds_it(tasks: list[tuple[Task, Twin]]) -> None:
-    env = ProxyVecEnv(tasks, runs=6, mode="ladder")
+def test_the_guard_raises_the_offender_and_holds_it() -> None:
+    task = draw_task(1, Distribution(units=(3,), architectures={"mlp": 1.0}, regimes=(1, 0, 0)))
+    spec = task.spec.copy()
+    spec["event_count"], spec["activation_bits"], spec["activation_mean"], spec["gradient_bits"] = 0, 0.0, 0.0, 0.0
+    spec["activation_bits"][1] = 40.0  # beyond fp16, within bf16
+    spec["loss_factor"] = 1.0
+    ladder = tuple(map(FORMATS.index, ("fp32", "bf16", "fp16")))
+    env = ProxyVecEnv([(replace(task, spec=spec, ladder=ladder), Twin(2.0, 1.0))], runs=1, mode="ladder")
     env.reset()
     s = env.simulation
-    s.level = np.where(s.is_unit, (s.levels - 1)[:, None], 0)
-    s.tasks[0].spec["activation_bits"][1] = 40.0  # beyond fp16, within bf16
-    s.ladder[0] = [0, 1, 2, -1, -1, -1]
-    s.level[0] = np.where(s.is_unit[0], 2, 0)
-    s.engine.start(0, s.tasks[0].spec)
+    s.level[:] = 2
     env.step(keep(env))
-    assert s.windows["first_unit"][0] == 1
-    assert s.level[0, 1] == 1
-    row = int(np.flatnonzero(env.run_of_row == 0)[1])
+    assert (s.windows["first_unit"][0], s.windows["first_tensor"][0]) == (1, 0)
+    assert s.level[0].tolist() == [2, 1, 2]
     for _ in range(HOLD):
-        assert not env.action_masks()[row, 0]
-        env._hold = np.maximum(env._hold - 1, 0)
-    assert env.action_masks()[row, 0]
+        assert not env.action_masks()[1, 0]
+        assert env.step(keep(env))[0][1, INDEX["held"]] == (env._hold[0, 1] > 0)
+    assert s.windows["skipped"][0] == 0
+    assert env.action_masks()[1, 0]
     env.close()
 
 
