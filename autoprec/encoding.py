@@ -36,6 +36,12 @@ row has no use for is 0, so that one small policy serves every row of every mode
 | ``noise_known`` ``noise_error`` | 1 where it is known, and its standard error, relative |
 | ``loss_nonfinite`` ``norm_nonfinite`` | flags of the window |
 | ``pool_*`` | over the units: count (log2 / 8), mean rank by compute, least headroom, most underflow, overflows |
+| ``proposal`` | moves from where the knob is to what a table of costs and errors proposes |
+| ``cost_lower`` ``cost_higher`` | relative change of the step time by the move, times 10; a batch size: per sample |
+| ``cost_known`` | 1 where one of the two is known |
+| ``error`` ``error_lower`` ``error_higher`` | (log2(error) + 7) / 7 in the current and in both neighbouring formats |
+| ``error_known`` | 1 where it is known; the error is relative to the centred tensors, 2 where one overflows |
+| ``step_time`` ``step_time_known`` | log2(step time / that of the run's first steps) / 4, and its flag |
 
 Readings are of unscaled gradients and of the loss per batch. Loss scale and accumulation therefore show nowhere but in
 the features that are named after the loss scale.
@@ -45,16 +51,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autoprec.action import Action
-from autoprec.formats import FORMATS, get_format, nearest, rank
+from autoprec.feature_rows import (
+    FEATURES,
+    HEADROOM_BITS,
+    INDEX,
+    LIMIT,
+    READINGS,
+    RUN_KNOBS,
+    KnobKind,
+    Prices,
+    RunColumns,
+    UnitColumns,
+    fill_rows,
+    places,
+)
+from autoprec.formats import get_format, nearest, rank
 from autoprec.readings import LAYER_KINDS, GlobalReading, UnitReading
-from autoprec.trends import drift_bits, finite, log2_or_zero, relative_change, spread, spread_around_drift
+from autoprec.trends import drift_bits, finite, relative_change, spread, spread_around_drift
 
 __all__ = [
     "CLIP_MULTIPLIERS",
@@ -73,56 +92,13 @@ __all__ = [
     "log_steps",
 ]
 
-VERSION = 2
+VERSION = 3
 """Version of the layout of observations and actions. A policy made for another one is refused."""
-
-LIMIT = 10.0
-"""Features lie in ``[-LIMIT, LIMIT]``."""
-
-HEADROOM_BITS = 16.0
-"""Bits of headroom that make 1.0 in a headroom feature."""
-
-READINGS = 64.0
-"""Readings in the window that make 1.0 in ``grad_readings``."""
 
 CLIP_MULTIPLIERS = (0.5, 1.0, 1.5, 3.0, 8.0, math.inf)
 """Clip thresholds in units of the median norm between which a move steps."""
 
 Observation = NDArray[np.float32]
-
-
-class KnobKind(str, Enum):
-    """Kinds of knob. Every unit has a precision knob, the others exist once and follow the units in this order."""
-
-    PRECISION = "precision"
-    LOSS_SCALE = "loss_scale"
-    BATCH_SIZE = "batch_size"
-    CLIP = "clip"
-
-
-_KNOBS = tuple(f"knob_{kind.value}" for kind in KnobKind)
-_UNIT_FEATURES = (
-    *(f"layer_{kind}" for kind in LAYER_KINDS),
-    *(f"format_{name}" for name in FORMATS),
-    *("depth", "parameter_share", "compute_share"),
-    *("grad_headroom", "grad_headroom_lower", "act_headroom", "act_headroom_lower", "grad_known", "act_known"),
-    *("grad_cv", "grad_trend", "grad_readings", "grad_share", "act_drift"),
-    *("underflow", "underflow_lower", "underflow_lower_known", "weight_subnormal", "weight_subnormal_lower"),
-    *("steps_since_change", "overflows", "nonfinite", "held", "frozen", "emulated"),
-)
-_POOLED = ("pool_units", "pool_rank", "pool_grad_headroom", "pool_act_headroom", "pool_underflow", "pool_overflows")
-_GLOBAL_FEATURES = (
-    *("loss_fast", "loss_slow", "loss_cv", "loss_nonfinite", "loss_since_change", "loss_since_change_known"),
-    *("loss_scale", "loss_scale_trend", "growth_tracker", "applied_share", "clipped_share", "clip", "clip_off"),
-    *("norm_cv", "norm_trend", "norm_median", "norm_nonfinite", "progress", "progress_known", "batch_size"),
-    *("noise_scale", "noise_known", "noise_error"),
-    *("memory", "memory_known", "utilization", "utilization_known"),
-    *_POOLED,
-)
-FEATURES: tuple[str, ...] = (*_KNOBS, "can_lower", "can_raise", *_UNIT_FEATURES, *_GLOBAL_FEATURES)
-"""Names of the columns of an observation, in order."""
-
-_INDEX = {name: index for index, name in enumerate(FEATURES)}
 
 
 def encode(units: Sequence[UnitReading], globals: GlobalReading) -> Observation:
@@ -135,16 +111,8 @@ def encode(units: Sequence[UnitReading], globals: GlobalReading) -> Observation:
     Returns:
         ``[n_units + 3, n_features]``, float32, finite, in ``[-LIMIT, LIMIT]``. Columns are ``FEATURES``.
     """
-    rows = np.zeros((len(units) + len(KnobKind) - 1, len(FEATURES)))
-    shared = _global_features(units, globals)
-    median_bits = log2_or_zero(globals.median_norm)
-    for row, unit in zip(rows, units, strict=False):
-        _write(row, {"knob_precision": 1.0, "can_lower": unit.lower is not None and not unit.held})
-        _write(row, {"can_raise": unit.higher is not None, **_unit_features(unit, median_bits)})
-    for row, kind in zip(rows[len(units) :], list(KnobKind)[1:], strict=True):
-        _write(row, {f"knob_{kind.value}": 1.0, **_global_moves(kind, globals)})
-    rows[:, [_INDEX[name] for name in shared]] = list(shared.values())
-    return np.clip(np.nan_to_num(rows, nan=0.0, posinf=LIMIT, neginf=-LIMIT), -LIMIT, LIMIT).astype(np.float32)
+    columns = _unit_columns(units)
+    return fill_rows(columns, _run_columns(globals), _prices(units, globals), places(columns.run, 1))
 
 
 def feature(observation: Observation, name: str) -> Observation:
@@ -160,7 +128,7 @@ def feature(observation: Observation, name: str) -> Observation:
     Raises:
         ValueError: If there is no such feature, or the observation has another number of columns.
     """
-    if name not in _INDEX:
+    if name not in INDEX:
         raise ValueError(
             f"Passed `feature(observation, {name!r})`. Known features: {sorted(FEATURES)}.{nearest(name, FEATURES)}"
         )
@@ -169,7 +137,7 @@ def feature(observation: Observation, name: str) -> Observation:
             f"Passed `feature(observation, {name!r})` with {observation.shape[-1]} columns."
             f" Version {VERSION} of the observation has {len(FEATURES)}."
         )
-    return observation[..., _INDEX[name]]
+    return observation[..., INDEX[name]]
 
 
 def decode(actions: ArrayLike, units: Sequence[UnitReading], globals: GlobalReading) -> Action:
@@ -187,7 +155,7 @@ def decode(actions: ArrayLike, units: Sequence[UnitReading], globals: GlobalRead
     Raises:
         ValueError: If there is another number of moves, or one of them is not -1, 0 or 1.
     """
-    moves = _checked_moves(actions, len(units) + len(KnobKind) - 1)
+    moves = _checked_moves(actions, len(units) + RUN_KNOBS)
     targets = {u.name: u.lower if move < 0 else u.higher for u, move in zip(units, moves, strict=False) if move}
     scale_move, batch_move, clip_move = moves[len(units) :]
     return Action(
@@ -207,111 +175,82 @@ def log_steps(steps: float) -> float:
     return math.log2(1.0 + max(steps, 0)) / 16.0
 
 
-def _write(row: NDArray[np.float64], values: dict[str, float]) -> None:
-    for name, value in values.items():
-        row[_INDEX[name]] = value
+def _unit_columns(units: Sequence[UnitReading]) -> UnitColumns:
+    def column(values: Sequence[float]) -> NDArray[np.float64]:
+        return np.array(values, dtype=np.float64)
+
+    def flags(values: Sequence[bool]) -> NDArray[np.bool_]:
+        return np.array(values, dtype=np.bool_)
+
+    current = [get_format(unit.format) for unit in units]
+    lower = [unit.lower for unit in units]
+    below = [get_format(name or unit.format) for name, unit in zip(lower, units, strict=True)]
+    norms = [finite(unit.grad_norm_history) for unit in units]
+    kinds = [unit.kind if unit.kind in LAYER_KINDS else "other" for unit in units]
+    return UnitColumns(
+        run=np.zeros(len(units), dtype=np.intp),
+        kind=np.array([LAYER_KINDS.index(kind) for kind in kinds], dtype=np.intp),
+        format=np.array([rank(unit.format) for unit in units], dtype=np.intp),
+        can_lower=flags([name is not None for name in lower]),
+        can_raise=flags([unit.higher is not None for unit in units]),
+        grad_limit=column([f.gradient_format.amax_limit for f in current]),
+        grad_limit_lower=column([f.gradient_format.amax_limit for f in below]),
+        act_limit=column([f.amax_limit for f in current]),
+        act_limit_lower=column([f.amax_limit for f in below]),
+        grad_cv=column([spread_around_drift(values) for values in norms]),
+        grad_trend=column([drift_bits(unit.grad_norm_history) for unit in units]),
+        grad_readings=column([values.size for values in norms]),
+        act_drift=column([drift_bits(unit.act_amax_history) for unit in units]),
+        is_nonfinite=flags([_is_nonfinite(unit) for unit in units]),
+        **{name: column([getattr(unit, name) for unit in units]) for name in _UNIT_NUMBERS},
+        **{name: flags([getattr(unit, name) for unit in units]) for name in ("held", "frozen", "emulated")},
+    )
 
 
-def _unit_features(unit: UnitReading, median_bits: float) -> dict[str, float]:
-    current = get_format(unit.format)
-    lower = get_format(unit.lower or unit.format)
-    norms = finite(unit.grad_norm_history)
-    return {
-        f"layer_{unit.kind if unit.kind in LAYER_KINDS else 'other'}": 1.0,
-        f"format_{unit.format}": 1.0,
-        "depth": unit.depth,
-        "parameter_share": unit.parameter_share,
-        "compute_share": unit.compute_share,
-        "grad_headroom": _headroom(unit.grad_amax, current.gradient_format.amax_limit),
-        "grad_headroom_lower": _headroom(unit.grad_amax, lower.gradient_format.amax_limit),
-        "act_headroom": _headroom(unit.act_amax, current.amax_limit),
-        "act_headroom_lower": _headroom(unit.act_amax, lower.amax_limit),
-        "grad_known": not math.isnan(unit.grad_amax),
-        "act_known": not math.isnan(unit.act_amax),
-        "grad_cv": spread_around_drift(norms),
-        "grad_trend": drift_bits(unit.grad_norm_history),
-        "grad_readings": norms.size / READINGS,
-        "grad_share": (log2_or_zero(unit.grad_norm) - median_bits) / 16.0,
-        "act_drift": drift_bits(unit.act_amax_history),
-        "underflow": unit.underflow_fraction,
-        "underflow_lower": unit.underflow_fraction_lower,
-        "underflow_lower_known": not math.isnan(unit.underflow_fraction_lower),
-        "weight_subnormal": unit.weight_subnormal,
-        "weight_subnormal_lower": unit.weight_subnormal_lower,
-        "steps_since_change": log_steps(unit.steps_since_change),
-        "overflows": math.log2(1.0 + max(unit.overflow_count, 0)) / 4.0,
-        "nonfinite": _is_nonfinite(unit),
-        "held": unit.held,
-        "frozen": unit.frozen,
-        "emulated": unit.emulated,
-    }
+_UNIT_NUMBERS = (
+    *("depth", "parameter_share", "compute_share", "grad_amax", "act_amax", "grad_norm"),
+    *("underflow_fraction", "underflow_fraction_lower", "weight_subnormal", "weight_subnormal_lower"),
+    *("steps_since_change", "overflow_count", "error", "error_lower", "error_higher"),
+)
+_RUN_NUMBERS = (
+    *("loss_change_bits", "loss_scale", "growth_tracker", "applied_share", "clipped_share", "clip_threshold"),
+    *("median_norm", "progress", "batch_size", "effective_batch", "noise_scale", "noise_scale_error"),
+    *("memory_share", "utilization", "step_time_bits"),
+)
 
 
-def _global_features(units: Sequence[UnitReading], globals: GlobalReading) -> dict[str, float]:
-    median_bits = log2_or_zero(globals.median_norm)
-    is_clip_off = math.isinf(globals.clip_threshold)
+def _run_columns(globals: GlobalReading) -> RunColumns:
     losses = finite(globals.losses)
-    return {
-        "loss_fast": 10.0 * relative_change(losses, max(losses.size // 4, 1)),
-        "loss_slow": 10.0 * relative_change(losses, max(losses.size // 2, 1)),
-        "loss_cv": spread(losses),
-        "loss_nonfinite": losses.size < len(globals.losses),
-        "loss_since_change": globals.loss_change_bits,
-        "loss_since_change_known": not math.isnan(globals.loss_change_bits),
-        "loss_scale": log2_or_zero(globals.loss_scale) / 24.0,
-        "loss_scale_trend": drift_bits(globals.loss_scale_history) / 24.0,
-        "growth_tracker": log_steps(globals.growth_tracker),
-        "applied_share": globals.applied_share,
-        "clipped_share": globals.clipped_share,
-        "clip": LIMIT if is_clip_off else (log2_or_zero(globals.clip_threshold) - median_bits) / 4.0,
-        "clip_off": is_clip_off,
-        "norm_cv": spread(finite(globals.norms)),
-        "norm_trend": drift_bits(globals.norms),
-        "norm_median": median_bits / 16.0,
-        "norm_nonfinite": not np.isfinite(np.asarray(globals.norms)).all(),
-        "progress": globals.progress,
-        "progress_known": not math.isnan(globals.progress),
-        "batch_size": log2_or_zero(globals.batch_size) / 16.0,
-        "memory": globals.memory_share,
-        "memory_known": not math.isnan(globals.memory_share),
-        "utilization": globals.utilization,
-        "utilization_known": not math.isnan(globals.utilization),
-        **_noise_features(globals),
-        **_pooled_features(units),
-    }
+    moved: tuple[Callable[[GlobalReading, int], float | None], ...] = (_moved_scale, _moved_batch_size, _moved_clip)
+    numbers = {name: np.array([getattr(globals, name)], dtype=np.float64) for name in _RUN_NUMBERS}
+    return RunColumns(
+        loss_fast=np.array([relative_change(losses, max(losses.size // 4, 1))]),
+        loss_slow=np.array([relative_change(losses, max(losses.size // 2, 1))]),
+        loss_cv=np.array([spread(losses)]),
+        is_loss_nonfinite=np.array([losses.size < len(globals.losses)]),
+        loss_scale_trend=np.array([drift_bits(globals.loss_scale_history)]),
+        norm_cv=np.array([spread(finite(globals.norms))]),
+        norm_trend=np.array([drift_bits(globals.norms)]),
+        is_norm_nonfinite=np.array([not np.isfinite(np.asarray(globals.norms)).all()]),
+        can_lower=np.array([[move(globals, -1) is not None for move in moved]]),
+        can_raise=np.array([[move(globals, 1) is not None for move in moved]]),
+        **numbers,
+    )
 
 
-def _noise_features(globals: GlobalReading) -> dict[str, float]:
-    scale, error, batch = globals.noise_scale, globals.noise_scale_error, globals.effective_batch
-    if not 0.0 <= scale < math.inf or not 0.0 < batch < math.inf:
-        return {"noise_scale": 0.0, "noise_known": 0.0, "noise_error": 0.0}
-    bits = math.log2(max(scale / batch, 2.0**-16))  # all samples alike have no noise at all
-    return {"noise_scale": bits / 16.0, "noise_known": 1.0, "noise_error": error / scale if scale else 1.0}
+def _prices(units: Sequence[UnitReading], globals: GlobalReading) -> Prices | None:
+    readings = [*units, globals]
+    if all(math.isnan(r.cost_lower) and math.isnan(r.cost_higher) and math.isnan(r.proposal) for r in readings):
+        return None
+    unknown = [math.nan] * RUN_KNOBS
+    batch = list(KnobKind).index(KnobKind.BATCH_SIZE) - 1
 
+    def column(name: str) -> NDArray[np.float64]:
+        shared = list(unknown)
+        shared[batch] = getattr(globals, name)
+        return np.array([*(getattr(unit, name) for unit in units), *shared])
 
-def _pooled_features(units: Sequence[UnitReading]) -> dict[str, float]:
-    grad = [_headroom(u.grad_amax, get_format(u.format).gradient_format.amax_limit) for u in units]
-    act = [_headroom(u.act_amax, get_format(u.format).amax_limit) for u in units]
-    return {
-        "pool_units": math.log2(1.0 + len(units)) / 8.0,
-        "pool_rank": sum(u.compute_share * rank(u.format) for u in units) / (len(FORMATS) - 1),
-        "pool_grad_headroom": min((h for h, u in zip(grad, units, strict=True) if u.grad_amax > 0), default=0.0),
-        "pool_act_headroom": min((h for h, u in zip(act, units, strict=True) if u.act_amax > 0), default=0.0),
-        "pool_underflow": max((u.underflow_fraction for u in units if u.underflow_fraction > 0), default=0.0),
-        "pool_overflows": math.log2(1.0 + sum(max(u.overflow_count, 0) for u in units)) / 4.0,
-    }
-
-
-def _global_moves(kind: KnobKind, globals: GlobalReading) -> dict[str, float]:
-    moved: dict[KnobKind, Callable[[GlobalReading, int], float | None]] = {
-        KnobKind.LOSS_SCALE: _moved_scale,
-        KnobKind.BATCH_SIZE: _moved_batch_size,
-        KnobKind.CLIP: _moved_clip,
-    }
-    return {
-        "can_lower": moved[kind](globals, -1) is not None,
-        "can_raise": moved[kind](globals, 1) is not None,
-    }
+    return Prices(proposal=column("proposal"), cost_lower=column("cost_lower"), cost_higher=column("cost_higher"))
 
 
 def _is_nonfinite(unit: UnitReading) -> bool:
@@ -365,11 +304,3 @@ def _nearest_multiplier(ratio: float) -> int:
     finite = [m for m in CLIP_MULTIPLIERS if math.isfinite(m)]
     position = math.log2(max(ratio, math.ulp(0.0)))
     return min(range(len(finite)), key=lambda index: abs(position - math.log2(finite[index])))
-
-
-def _headroom(amax: float, limit: float) -> float:
-    if math.isnan(amax):
-        return 0.0
-    if math.isinf(amax):
-        return -LIMIT
-    return (math.log2(limit) - math.log2(amax)) / HEADROOM_BITS if amax > 0 else LIMIT

@@ -44,6 +44,12 @@ class UnitReading:
         held: Whether the guard holds the unit where it is.
         frozen: Whether no parameter of the unit takes gradients.
         emulated: Whether the current format is emulated.
+        error: Error of the current format on this unit's tensors, relative to the centred signal; 2 where it overflows.
+        error_lower: The same in the next lower legal format.
+        error_higher: The same in the next higher one.
+        cost_lower: Relative change of the step time if the unit takes the next lower legal format.
+        cost_higher: The same for the next higher one.
+        proposal: Moves from the current format to the one that a table of costs and errors proposes; positive: higher.
     """
 
     name: str
@@ -68,6 +74,12 @@ class UnitReading:
     held: bool = False
     frozen: bool = False
     emulated: bool = False
+    error: float = math.nan
+    error_lower: float = math.nan
+    error_higher: float = math.nan
+    cost_lower: float = math.nan
+    cost_higher: float = math.nan
+    proposal: float = math.nan
 
     @property
     def lower(self) -> str | None:
@@ -105,6 +117,10 @@ class GlobalReading:
         utilization: Share of the time that the processor was busy since the last decision.
         movable: Which of ``"loss_scale"``, ``"batch_size"`` and ``"clip"`` act here. The others are masked.
         loss_scale_limits: Floor and cap of the loss scale.
+        step_time_bits: log2 of the step time over that of the run's first steps.
+        cost_lower: Relative change of the time per sample at half the batch size.
+        cost_higher: The same at twice the batch size.
+        proposal: Moves from the current batch size to the proposed one; positive: larger.
     """
 
     losses: tuple[float, ...] = ()
@@ -125,6 +141,10 @@ class GlobalReading:
     utilization: float = math.nan
     movable: frozenset[str] = frozenset({"loss_scale", "batch_size", "clip"})
     loss_scale_limits: tuple[float, float] = (0.0, math.inf)
+    step_time_bits: float = math.nan
+    cost_lower: float = math.nan
+    cost_higher: float = math.nan
+    proposal: float = math.nan
 
     @functools.cached_property
     def median_norm(self) -> float:

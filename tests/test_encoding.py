@@ -375,8 +375,21 @@ def test_feature_errors() -> None:
     observation = encode([], RUN)
     with pytest.raises(ValueError, match=re.escape("Did you mean 'grad_headroom'?")):
         feature(observation, "grad_hedroom")
-    with pytest.raises(ValueError, match=f"with 5 columns. Version 2 of the observation has {len(FEATURES)}."):
+    with pytest.raises(ValueError, match=f"with 5 columns. Version 3 of the observation has {len(FEATURES)}."):
         feature(observation[:, :5], "depth")
+
+
+def test_prices_and_errors_show_where_they_are_known() -> None:
+    names = ("proposal", "cost_lower", "cost_known", "error", "error_lower", "error_known", "step_time_known")
+    assert [one(name) for name in names] == [0.0] * len(names)
+    priced = replace(GOOD, cost_lower=-0.25, proposal=-1.0, error=2.0**-7, error_lower=2.0, error_higher=0.0)
+    assert [one(name, priced) for name in names] == [-1.0, -2.5, 1.0, 0.0, np.float32(8 / 7), 1.0, 0.0]
+    assert one("error_higher", priced) == -1.0
+    run = replace(RUN, cost_higher=-0.5, proposal=1.0, step_time_bits=-2.0)
+    observation = encode([GOOD], run)
+    assert feature(observation, "cost_higher").tolist() == [0.0, 0.0, -5.0, 0.0]  # of the batch size's row
+    assert feature(observation, "proposal").tolist() == [0.0, 0.0, 1.0, 0.0]
+    assert feature(observation, "step_time").tolist() == [-0.5] * 4
 
 
 def test_noise_scale_counts_in_units_of_the_effective_batch() -> None:
@@ -389,9 +402,10 @@ def test_noise_scale_counts_in_units_of_the_effective_batch() -> None:
         assert [one(name, run=unknown) for name in ("noise_known", "noise_scale", "noise_error")] == [0.0, 0.0, 0.0]
 
 
-def test_layout_of_version_2() -> None:
+def test_layout_of_version_3() -> None:
     """A change here needs a new ``VERSION``."""
-    assert len(FEATURES) == len(set(FEATURES)) == 77
-    assert zlib.crc32(",".join(FEATURES).encode()) == 0x59D9B0C2
+    assert len(FEATURES) == len(set(FEATURES)) == 87
+    assert zlib.crc32(",".join(FEATURES[:77]).encode()) == 0x59D9B0C2  # version 2, which version 3 goes on from
+    assert zlib.crc32(",".join(FEATURES).encode()) == 0x931A74B0
     assert list(CLIP_MULTIPLIERS) == [0.5, 1.0, 1.5, 3.0, 8.0, math.inf]
-    assert VERSION == 2
+    assert VERSION == 3

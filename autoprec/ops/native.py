@@ -15,7 +15,7 @@ import torch  # loads the OpenMP runtime that the kernels then share
 
 from autoprec.formats import nearest
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 MASK64 = 2**64 - 1
 ISAS = ("avx512", "avx2", "scalar")
 
@@ -97,6 +97,11 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ap_fake_cast": (None, (_POINTER, c_int64, c_int64, *[_POINTER] * 4, c_int)),
     "ap_dequantize": (c_int, (_POINTER, c_int64, c_int64, *[_POINTER] * 4, c_int)),
     "ap_random": (None, (c_uint64, c_uint64, c_uint64, c_int64, _POINTER)),
+    "ap_proxy_create": (_POINTER, (_POINTER,)),
+    "ap_proxy_free": (None, (_POINTER,)),
+    "ap_proxy_run": (None, (c_int64, *[_POINTER] * 3, c_int)),
+    "ap_proxy_read": (c_int64, (_POINTER, c_int, _POINTER)),
+    "ap_proxy_write_parameters": (None, (_POINTER, _POINTER)),
 }
 
 

@@ -15,7 +15,7 @@
 #endif
 
 /* changes whenever a signature or a struct does */
-#define AP_ABI_VERSION 2
+#define AP_ABI_VERSION 3
 
 enum { AP_FP32 = 0, AP_BF16 = 1, AP_FP16 = 2, AP_E4M3 = 3, AP_E5M2 = 4, AP_INT8 = 5, AP_TF32 = 6 };
 

@@ -12,4 +12,6 @@ const ap_kernels AP_TABLE = {
     .column_amax = column_amax,
     .transpose_tile = transpose_tile,
     .dequantize = dequantize,
+    .proxy_begin = proxy_begin,
+    .proxy_window = proxy_window,
 };

@@ -9,6 +9,7 @@
 #include "body_stats.h"
 #include "body_steps.h"
 #include "body_int8.h"
+#include "body_proxy.h"
 
 #define AP_TABLE ap_kernels_avx512
 #define AP_TABLE_NAME "avx512"

@@ -76,6 +76,9 @@ typedef struct {
                            int8_t *values, int64_t values_stride);
     void (*dequantize)(const int32_t *sums, int64_t n, float inv_scale, const float *inv_scales, const float *bias,
                        uint16_t *y);
+    /* of a proxy training: draws data and first weights; runs a window (proxy.h) */
+    void (*proxy_begin)(void *proxy);
+    void (*proxy_window)(void *proxy, const void *knobs, void *window);
 } ap_kernels;
 
 extern const ap_kernels ap_kernels_scalar, ap_kernels_avx2, ap_kernels_avx512;
