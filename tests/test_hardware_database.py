@@ -5,7 +5,9 @@ Time budget: 10 s.
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -236,6 +238,14 @@ def test_files_that_cannot_be_read_are_named(folder: Path) -> None:
     assert "Cannot be read: No such file or directory." in str(database.check(folder / "missing.toml")[0])
     (folder / "latin.toml").write_bytes(b"schema = 1 # \xe9")
     assert "Is not UTF-8 text." in str(database.check(folder / "latin.toml")[0])
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="has no tomllib to stand in")
+def test_python_310_reads_with_tomli(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tomli", importlib.import_module("tomllib"))
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    monkeypatch.setattr(sys, "version_info", (3, 10, 0))
+    assert set(database.load().families) == FAMILIES
 
 
 def test_the_rest_of_a_broken_file_counts(folder: Path, pretend: Pretend) -> None:
