@@ -100,8 +100,8 @@ class Words:
         seconds = statistics.median(map(train_seconds, best))
         even = steps + 1e3 * (ratio.value - 1.0) * seconds / (usual_ms * (1.0 - step))
         return (
-            f"{said} Its first steps cost more than the others have won in runs of {steps:.0f} steps; at this rate it"
-            f" is ahead after about {float(f'{even:.2g}'):.0f} steps."
+            f"{said} The first steps of {self._ours} cost more than the others won in runs of {steps:.0f} steps; at"
+            f" this rate it is ahead after about {float(f'{even:.2g}'):.0f} steps."
         )
 
     def remarks(self) -> Iterator[str]:
