@@ -35,7 +35,7 @@ from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.settings import checked_settings
 from autoprec.steering import Steering
 from autoprec.stepping import Stepping
-from autoprec.tiers import warn_of_unused
+from autoprec.tiers import describe_unused
 from autoprec.units import find_units
 from autoprec.wrapped import WrappedPrecision
 
@@ -102,7 +102,9 @@ class AutoPrecision(WrappedPrecision):
             self._is_in_batch = functools.partial(is_in_batch, trainer)
             self._is_last_batch = functools.partial(is_last_batch, trainer)
             if "precision" not in self.steering.knobs.masked:
-                warn_of_unused(self.settings.config.tiers, [*self.steering.knobs.units.values()])
+                unused = describe_unused(self.settings.config.tiers, [*self.steering.knobs.units.values()])
+                if unused is not None:
+                    rank_zero_warn(unused)
             if self.initial_formats:
                 self.steering.apply(Action(precision=self.initial_formats), "initial formats")
                 self.steering.requests.warn_of_unknown_names()

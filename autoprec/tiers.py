@@ -6,8 +6,6 @@ import difflib
 import fnmatch
 from collections.abc import Mapping, Sequence
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
 from autoprec.config import RECIPES
 from autoprec.readings import LAYER_KINDS
 from autoprec.units import Unit
@@ -26,23 +24,24 @@ def tier_of(unit: Unit, tiers: Mapping[str, str]) -> str | None:
     return tiers.get(unit.kind)
 
 
-def warn_of_unused(tiers: Mapping[str, str] | None, units: Sequence[Unit]) -> None:
-    """Says at the start of a fit which tiers fit no layer, and what comes closest to each.
+def describe_unused(tiers: Mapping[str, str] | None, units: Sequence[Unit]) -> str | None:
+    """Says which tiers fit no layer, and what comes closest to each; ``None`` if all do.
 
     Args:
         tiers: Format by pattern of unit names or by kind, ``None`` for none. A recipe's own are for any model.
         units: Decision units of the model.
     """
     if not tiers or tiers == RECIPES["tiers"].tiers:
-        return
+        return None
     names, kinds = [unit.name for unit in units], sorted({unit.kind for unit in units})
     unused = [key for key in tiers if not _fits(key, names, kinds)]
-    if unused:
-        texts = [f"{key!r}{_closest(key, names, kinds)}" for key in unused]
-        rank_zero_warn(
-            f"autoprec: `tiers` has keys that fit no layer of this model: {'; '.join(texts)}. A key is a pattern of"
-            f" layer names or a kind of layer; the kinds here are {', '.join(kinds) or 'none'}."
-        )
+    if not unused:
+        return None
+    texts = [f"{key!r}{_closest(key, names, kinds)}" for key in unused]
+    return (
+        f"autoprec: `tiers` has keys that fit no layer of this model: {'; '.join(texts)}. A key is a pattern of layer"
+        f" names or a kind of layer; the kinds here are {', '.join(kinds) or 'none'}."
+    )
 
 
 def _fits(key: str, names: Sequence[str], kinds: Sequence[str]) -> bool:
