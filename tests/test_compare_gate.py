@@ -93,7 +93,8 @@ def test_operations_are_those_of_one_step() -> None:
     gate: Any = make_gate(pl.Callback, None)
     gate.counts_flops = True
     module = fit(gate, max_epochs=1)
-    assert gate.flops == count_flops(lambda: module.loss(next(iter(loader()))).backward())
+    batch = next(iter(loader()))
+    assert gate.flops == count_flops(lambda: module.loss(batch).backward())
     plain: Any = make_gate(pl.Callback, None)
     fit(plain, max_epochs=1)
     assert plain.flops is None
