@@ -115,7 +115,7 @@ class Stepping:
         if self._fused and others.name is None and steering.is_automatic:
             fused = self._fused[id(self._optimizers[0])]
             self._fast_path = FastPath(steering.root, steering.knobs, fused, others.run_between)
-        steering.costs.keeps_copies = self._fast_path is not None
+        steering.costs.keeps_copies = steering.costs.is_wanted and self._fast_path is not None
 
     # ---- forward and backward ----
 

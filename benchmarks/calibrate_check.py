@@ -52,7 +52,7 @@ class Row:
         name: Name of the row.
         picks: For each workload of each unit whether its pick was right.
         regret: Time that wrong picks cost, as a share of the step.
-        errors: Relative errors of predicted step times.
+        errors: Relative errors of predicted step times, positive where a step was faster.
         seconds: How long calibration took.
     """
 
@@ -64,7 +64,7 @@ class Row:
 
     def __str__(self) -> str:
         """One line of the table."""
-        errors = ", ".join(f"{error:.0%}" for error in self.errors)
+        errors = ", ".join(f"{error:+.0%}" for error in self.errors)
         right = f"{sum(self.picks)} of {len(self.picks)} picks right"
         return f"{self.name:<14} {right}, regret {self.regret:.1%}, predictions off by {errors}, {self.seconds:.1f} s"
 
@@ -94,7 +94,7 @@ class Tour(Controller):
         assert step_ms is not None, "there are enough steps between two decisions"
         self.first_step_ms = self.first_step_ms or step_ms
         if self._predicted_ms is not None:
-            self.errors.append(abs(self._predicted_ms - step_ms) / step_ms)
+            self.errors.append((self._predicted_ms - step_ms) / step_ms)
         if not self._maps:
             return None
         wanted = self._maps.pop(0)
@@ -200,7 +200,7 @@ def last_line(rows: Sequence[Row], seconds: float) -> str:
         seconds: How long calibration of the deep model took.
     """
     picks = [pick for row in rows for pick in row.picks]
-    errors = [error for row in rows for error in row.errors]
+    errors = [abs(error) for row in rows for error in row.errors]
     share, regret = sum(picks) / max(len(picks), 1), max((row.regret for row in rows), default=0.0)
     error = statistics.median(errors) if errors else float("nan")
     return f"calibrate: picks_right={share:.3f} regret={regret:.4f} prediction_error={error:.3f} seconds={seconds:.1f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -19,6 +20,15 @@ settings.load_profile("autoprec")
 
 # pytest's own note, and where Lightning's `seed_everything` leaves its seed
 FREE_VARIABLES = {"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _uncalibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Lets no run measure by itself, however slow this machine is, and none read what other processes measured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autoprec.cost_watch.SHORTEST_RUN_S", math.inf)
+        patch.setenv("AUTOPREC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -94,11 +94,19 @@ def test_layers_that_take_longer_alone_than_in_a_step_leave_no_negative_rest() -
     assert (model.factor, model.rest_ms) == (0.5, 0.0)
 
 
-def test_a_prediction_within_a_fifth_stands() -> None:
+def test_a_prediction_within_a_fifth_is_no_correction_but_every_map_counts() -> None:
     model = StepModel()
     model.observe(6.0, 10.0)
     assert model.observe(3.0, 8.0) == pytest.approx(1 / 8)
-    assert (model.factor, model.rest_ms, model.corrections) == (1.0, 4.0, 0)
+    assert model.corrections == 0
+    assert [model.predict_ms(6.0), model.predict_ms(3.0)] == pytest.approx([10.0, 8.0])
+
+
+def test_of_each_map_the_latest_time_counts() -> None:
+    model = StepModel()
+    for step_ms in (10.0, 10.5, 11.0):
+        model.observe(6.0, step_ms)
+    assert (model.factor, model.rest_ms, model.corrections) == (1.0, 5.0, 0)
 
 
 def test_a_prediction_off_by_more_is_corrected_by_a_factor() -> None:

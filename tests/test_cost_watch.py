@@ -106,6 +106,11 @@ def fitted(ap: AutoPrecisionCallback, module: Task | None = None, **options: Any
     return ap.steering.costs
 
 
+@pytest.fixture(autouse=True)
+def _may_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoprec.cost_watch.SHORTEST_RUN_S", 30.0)
+
+
 @pytest.fixture
 def report(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
     return reported(caplog, monkeypatch)
