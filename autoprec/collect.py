@@ -88,7 +88,7 @@ def record_unoffered(knobs: Knobs, telemetry: Telemetry, costs: CostWatch, windo
 
 
 def _unoffered(unit: Unit, knobs: Knobs, telemetry: Telemetry, costs: CostWatch) -> dict[str, str]:
-    products = _products(unit, telemetry.units[unit.name])
+    products = costs.products(unit.name) or _products(unit, telemetry.units[unit.name])
     reasons: dict[str, str] = {}
     legal = knobs.steerable(unit)
     for name in legal:

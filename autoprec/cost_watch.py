@@ -19,6 +19,7 @@ from autoprec.calibration.calibrator import SHORTEST_S, Calibrator
 from autoprec.calibration.pricing import Candidates, Pricing, best_of, only_default
 from autoprec.calibration.workloads import Workload, find_workloads
 from autoprec.config import CalibrationConfig
+from autoprec.cost import Product
 from autoprec.cost_table import CostTable, StepModel, UnitCost
 from autoprec.formats import rank
 from autoprec.layers import Runtime
@@ -67,7 +68,7 @@ class CostWatch:
     ) -> None:
         self.table = CostTable()
         self.model = StepModel()
-        self.is_wanted = False
+        self.is_wanted = self._sees_calls = False
         self.is_asked = config.enabled is True
         self.attention_cases: Callable[[], Sequence[AttentionCase]] = tuple
         self.attention: dict[str, str] = {}
@@ -94,6 +95,7 @@ class CostWatch:
         """
         is_enabled = self.is_asked or (self._config.enabled == "auto" and looks)
         self.is_wanted = is_enabled and not self._unit_formats.is_masked
+        self._sees_calls = (is_enabled or looks) and not self._unit_formats.is_masked
         # same seed, same bits: no clock is read
         self._is_timed = self.is_wanted and not torch.are_deterministic_algorithms_enabled()
 
@@ -106,7 +108,7 @@ class CostWatch:
             is_sampling: Whether it is measured for a decision.
             has_new_formats: Whether it is the first one in some formats.
         """
-        self._runtime.calls = [] if is_sampling and self.is_wanted else None
+        self._runtime.calls = [] if is_sampling and self._sees_calls else None
         if not self._is_timed:
             return
         now = perf_counter()
@@ -144,10 +146,8 @@ class CostWatch:
         Args:
             expected_s: Returns how long the run trains in all, from the seconds that a step takes.
         """
-        if not self.is_wanted:
-            return
         self.take_calls()
-        if not self.workloads:
+        if not self.is_wanted or not self.workloads:
             return
         budget_s = self._budget_s(expected_s) - self.calibrator.spent_s if self._is_timed else 0.0
         now = self.workloads, self.keeps_copies
@@ -207,6 +207,15 @@ class CostWatch:
         return Pricing(units, formats, self._runtime.device_type, self.keeps_copies, self._candidates)
 
     # ---- which formats pay ----
+
+    def products(self, unit_name: str) -> list[Product]:
+        """What the linear layers of a unit were seen to multiply in a step, nothing if it was not looked at.
+
+        Args:
+            unit_name: The unit.
+        """
+        counts = self.workloads.get(unit_name, {})
+        return [product for workload in counts if (product := workload.product) is not None]
 
     def knows(self, unit_name: str, format_name: str) -> bool:
         """Whether a unit was measured in a format."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from autoprec.cost import Product
 from autoprec.layers import Call
 from autoprec.units import Unit, is_exact, kind_of
 
@@ -71,6 +72,11 @@ class Workload(NamedTuple):
     def kind(self) -> str:
         """``"linear"``, ``"conv"`` or ``"embedding"``."""
         return {"Linear": "linear", "Embedding": "embedding"}.get(self.layer, "conv")
+
+    @property
+    def product(self) -> Product | None:
+        """The matrix product of a linear layer."""
+        return Product(self.shape[0], self.shape[1], _width_of(self)) if self.kind == "linear" else None
 
     def __str__(self) -> str:
         """Class, sizes of the input and of the output."""
