@@ -274,6 +274,7 @@ NOT_SAVED = {
     "_saved_controller": "what the file held",
     "_has_failed": "each process warns of the first fault",
     "is_resumed": "it is",
+    "_resumed_after": "where it was when it was",
     "_seen_changes": "counted in one process, like the changes themselves",
     "_last_of_user": "Lightning's own count of reloads begins anew",
     "kernel_steps": "counted in one process, for its table",
