@@ -81,7 +81,7 @@ def record_unoffered(knobs: Knobs, telemetry: Telemetry, costs: CostWatch, windo
     known = {(d.unit, d.requested) for d in knobs.history if d.outcome == "refused" and d.reason.startswith(_UNOFFERED)}
     for unit, reasons in unoffered.items():
         for name, reason in reasons.items():
-            if (unit, name) not in known and (telemetry.units[unit].calls or costs.knows(unit, name)):
+            if (unit, name) not in known and (telemetry.units[unit].calls or costs.has_seen(unit)):
                 current = knobs.formats[unit]
                 why = f"{_UNOFFERED}: {reason}"
                 knobs.history.append(Decision(window, "precision", unit, current, name, current, "refused", why))

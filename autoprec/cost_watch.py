@@ -217,6 +217,10 @@ class CostWatch:
         counts = self.workloads.get(unit_name, {})
         return [product for workload in counts if (product := workload.product) is not None]
 
+    def has_seen(self, unit_name: str) -> bool:
+        """Whether it is known what a unit computes."""
+        return unit_name in self.workloads or unit_name in self.table.units
+
     def knows(self, unit_name: str, format_name: str) -> bool:
         """Whether a unit was measured in a format."""
         return self.table.cost(unit_name, format_name) is not None
