@@ -80,6 +80,7 @@ class Choices(Protocol):
     attention_seen: dict[AttentionSignature, int]
     attention_ran: set[AttentionSignature]
     wants_attention: bool
+    had_autocast: bool
 
 
 class _Here(threading.local):
@@ -131,17 +132,20 @@ def is_wanted(runtime: Choices) -> bool:
 
 
 @contextmanager
-def region(runtime: Choices) -> Iterator[None]:
+def region(runtime: Choices, is_recomputation: bool = False) -> Iterator[None]:
     """Surrounds a training step or a recomputation whose calls follow ``runtime.attention``.
 
     Args:
         runtime: The fit's.
+        is_recomputation: Whether activation checkpointing repeats, in a backward, parts of the latest step.
     """
     if F.scaled_dot_product_attention not in (_BUILTIN, _attention):
         yield  # another library has its own
         return
     before = _here.runtime, _here.has_autocast
-    _here.runtime, _here.has_autocast = runtime, torch.is_autocast_enabled("cpu")
+    if not is_recomputation:  # which enters the autocast state of its forward again
+        runtime.had_autocast = torch.is_autocast_enabled("cpu")
+    _here.runtime, _here.has_autocast = runtime, runtime.had_autocast
     try:
         with _SWAP.region():
             yield

@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 _F32 = torch.float32
 # float32 scores of a block, about what a core has as its own cache
 _BLOCK_BYTES = 1024 * 1024
 _CAUSAL_ROWS = 128
+_NOT_TWICE = (
+    b"attention on a CPU cannot be differentiated twice, neither by torch's fused kernel nor by matrix products; use"
+    b" torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+)
 
 
 class _Sizes(NamedTuple):
@@ -80,15 +83,15 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_ca
     Args:
         query: ``[batch, heads, length, width]``, float32 or bfloat16, no size 0.
         key: ``[batch, heads, keys, width]``, of the same dtype.
-        value: ``[batch, heads, keys, width of values]``, of the same dtype.
+        value: ``[batch, heads, keys, width]``, of the same dtype.
         mask: bool (True takes part) or floating (added to the scores); broadcasts to ``[batch, heads, length, keys]``.
             It gets no gradient.
         is_causal: Row i sees keys 0 to i only.
         scale: Factor on the scores.
 
     Returns:
-        ``[batch, heads, length, width of values]``, laid out as the fused attention does: heads next to each other.
-        Rows that see no key are 0.
+        ``[batch, heads, length, width]``, laid out as the queries are, which is what the fused attention does. Rows
+        that see no key are 0.
     """
     output: Tensor = _Attention.apply(query, key, value, mask, is_causal, scale)  # type: ignore[no-untyped-call]
     return output
@@ -107,12 +110,23 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # neither can the fused one be differentiated twice
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *probabilities = ctx.saved_tensors
-        with torch.autocast("cpu", enabled=False):
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             grads = _backward(grad, query, key, value, probabilities, ctx.sizes, ctx.scale)
+        if torch.is_grad_enabled():  # with create_graph
+            grads = _not_twice(grads)
         return (*grads, None, None, None)
+
+
+def _not_twice(grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What raises when it is differentiated, as gradients of the fused kernel do.
+
+    ``once_differentiable`` would let gradients pass as constants where the incoming one is a constant.
+    """
+    raises: Any = torch._C._functions.DelayedError(_NOT_TWICE, len(grads))
+    marked: tuple[Tensor, ...] = raises(*(each.detach().requires_grad_() for each in grads))
+    return marked
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -154,9 +168,7 @@ def _forward(
             if scores is not p:
                 p.copy_(scores)
             output[first:last, start:stop] = torch.bmm(p, v[first:last, :keys])
-    heads_last = torch.empty(sizes.batch, sizes.length, sizes.heads, v.shape[2], dtype=dtype)
-    heads_last.copy_(output.view(sizes.batch, sizes.heads, *output.shape[1:]).transpose(1, 2))
-    return heads_last.transpose(1, 2), kept
+    return torch.empty_like(query).copy_(output.view(query.shape)), kept
 
 
 class _Masks:
@@ -196,12 +208,13 @@ class _Masks:
 
 def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, kept: Sequence[Tensor], sizes: _Sizes, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     dtype = query.dtype
     q, k, v, g = map(_flat, (query, key, value, grad))
     grad_q = torch.empty(q.shape, dtype=dtype)
-    # sums over blocks of rows are rounded once
-    kind, fill = (_F32, torch.zeros) if len(kept) > 1 else (dtype, torch.empty)
+    # sums over blocks of rows are rounded once; keys that no row sees stay 0
+    kind = _F32 if len(kept) > 1 else dtype
+    fill = torch.zeros if len(kept) > 1 or sizes.keys_of(sizes.length) < sizes.keys else torch.empty
     grad_k, grad_v = fill(k.shape, dtype=kind), fill(v.shape, dtype=kind)
     low = _scratch(sizes, dtype)
     wide, wide_p = (_scratch(sizes, _F32), _scratch(sizes, _F32)) if dtype is not _F32 else (low, low)
@@ -223,7 +236,7 @@ def _backward(
         grad_q.mul_(scale)
         grad_k.mul_(scale)
     shapes = zip((grad_q, grad_k, grad_v), (query, key, value), strict=True)
-    return tuple(found.to(dtype).view(each.shape) for found, each in shapes)  # type: ignore[return-value]
+    return tuple(found.to(dtype).view(each.shape) for found, each in shapes)
 
 
 def _softmax_backward_(grad: Tensor, probabilities: Tensor) -> Tensor:

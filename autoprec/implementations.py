@@ -81,7 +81,10 @@ def is_exact_enough(
 
 def error_of(found: Tensor, exact: Tensor) -> float:
     """Norm of the difference over the norm of what is exact; inf if something is not finite."""
-    error = float((found.double() - exact).norm() / exact.norm().clamp_min(torch.finfo(torch.float64).tiny))
+    error = float(
+        (found.detach().double() - exact.detach()).norm()
+        / exact.detach().norm().clamp_min(torch.finfo(torch.float64).tiny)
+    )
     return error if error == error else float("inf")
 
 

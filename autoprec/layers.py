@@ -68,6 +68,7 @@ class Runtime:
         attention_seen: How often each kind of call came, while somebody wants to know.
         attention_ran: Kinds of calls that something else than torch's own ran.
         wants_attention: Whether calls are noted.
+        had_autocast: Whether autocast was on when the latest training step began that looked at calls.
         containers: Sequentials with chains of convolutions that may run in ``channels_last``.
         thread: The thread that trains.
         on_output: Called with unit name and output of each recorded unit, ``None`` for nothing.
@@ -88,6 +89,7 @@ class Runtime:
         self.attention_seen: dict[AttentionSignature, int] = {}
         self.attention_ran: set[AttentionSignature] = set()
         self.wants_attention = False
+        self.had_autocast = False
         self.containers: Sequence[Container] = ()
         self.on_output: Callable[[str, Tensor], None] | None = None
 

@@ -30,7 +30,7 @@ def recomputation_region(steering: Steering) -> Iterator[None]:
     """
     runtime = steering.runtime
     if not steering.knobs.is_steering and not runtime.runs_on_copies:
-        with _attention_region(steering):
+        with _attention_region(steering, is_recomputation=True):
             yield
         return
     was = runtime.is_active, runtime.is_recording
@@ -40,7 +40,7 @@ def recomputation_region(steering: Steering) -> Iterator[None]:
             swapped(steered_units(steering.knobs)),
             _chains_region(steering),
             float32_recomputation(runtime.device_type),
-            _attention_region(steering),
+            _attention_region(steering, is_recomputation=True),
         ):
             yield
     finally:
@@ -91,12 +91,12 @@ def _chains_region(steering: Steering) -> AbstractContextManager[None]:
     return chains_swapped(steering.runtime.containers)
 
 
-def _attention_region(steering: Steering) -> AbstractContextManager[None]:
+def _attention_region(steering: Steering, is_recomputation: bool = False) -> AbstractContextManager[None]:
     """Lets calls of ``scaled_dot_product_attention`` run as chosen, or be noted; compiled code has its own."""
     runtime = steering.runtime
     if runtime.device_type != "cpu" or not attention.is_wanted(runtime) or steering.is_compiled:
         return nullcontext()
-    return attention.region(runtime)
+    return attention.region(runtime, is_recomputation)
 
 
 @contextmanager

@@ -87,6 +87,18 @@ def compare(sizes: tuple[int, ...], dtype: torch.dtype, mask: Tensor | None, is_
     assert found[0].stride() == usual[0].stride()
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3), (2, 0, 1, 3)])
+def test_the_result_lies_in_memory_as_the_fused_kernels_does(order: tuple[int, ...]) -> None:
+    """Code of users views it."""
+    q = torch.randn(2, 4, 6, 16)
+    packed = torch.randn(3, 4, 6, 3, 16)[:, :, :, 0]  # with gaps, as a part of one projection
+    for query in (q.permute(order), packed):
+        size = query.shape
+        key, value = (torch.randn(size) for _ in range(2))
+        found, usual = attend(query, key, value, None, False, 1.0), BUILTIN(query, key, value, scale=1.0)
+        assert found.stride() == usual.stride()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestNumbers:
     @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -128,7 +140,7 @@ class TestNumbers:
         for run in (lambda: attend(q, k, v, None, False, 1.0), lambda: BUILTIN(q, k, v)):
             (grad,) = torch.autograd.grad(run().sum(), q, create_graph=True)
             assert grad.requires_grad
-            with pytest.raises(RuntimeError, match=r"twice|double|not implemented"):
+            with pytest.raises(RuntimeError, match=r"differentiated twice|is not implemented"):
                 torch.autograd.grad(grad.sum(), k)
 
 
@@ -152,6 +164,15 @@ def choosing(*operands: Tensor, **options: Any) -> Runtime:
 def operands(dtype: torch.dtype = torch.float32, length: int = 6, keys: int = 6, groups: int = 4) -> list[Tensor]:
     shapes = ((2, 4, length, 8), (2, groups, keys, 8), (2, groups, keys, 8))
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def said(run: Any, *arguments: Any, **options: Any) -> str:
+    """The error of a call, "" if there is none."""
+    try:
+        run(*arguments, **options)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 class TestCalls:
@@ -223,12 +244,13 @@ class TestCalls:
             ((q, k, v, torch.ones(5, 5)), {}),
             ((q, k.double(), v), {}),
         ):
-            with pytest.raises((RuntimeError, ValueError)) as usual:
-                BUILTIN(*arguments, **options)
-            with step(runtime), pytest.raises((RuntimeError, ValueError)) as found:
-                F.scaled_dot_product_attention(*arguments, **options)
-            assert str(found.value) == str(usual.value)
+            usual = said(BUILTIN, *arguments, **options)
+            with step(runtime):
+                assert said(F.scaled_dot_product_attention, *arguments, **options) == usual
+            assert usual or options  # whether a mask may be causal as well depends on the version of torch
+        assert not runtime.attention_ran
 
+    @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
     def test_calls_that_are_not_looked_at(self) -> None:
         q, k, v = operands()
         runtime = Runtime("cpu")
