@@ -95,7 +95,8 @@ class Container:
         if not all(map(self._is_chosen, chain.convs)):
             return False
         # a weight in channels_last makes the result so anyway: that is the user's own choice
-        return all(conv.weight.is_contiguous() for conv in chain.convs) and not any(map(_is_hooked, chain.modules))
+        weights: list[Any] = [conv.weight for conv in chain.convs]
+        return all(each.is_contiguous() for each in weights) and not any(map(_is_hooked, chain.modules))
 
 
 def _through(layers: Sequence[nn.Module | None], x: Any) -> Any:

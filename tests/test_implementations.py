@@ -153,7 +153,7 @@ class TestOneDnnUnit:
             output.sum().backward()
         grads = [parameter.grad for parameter in net.parameters()]
         assert all(grad is not None for grad in grads)
-        return [output, *grads], dict(state.unit.implemented)  # type: ignore[list-item]
+        return [output, *grads], dict(state.unit.implemented)
 
     def test_it_runs_and_is_counted(self) -> None:
         x = torch.randn(16, 64)
@@ -188,12 +188,13 @@ class TestOneDnnUnit:
         seen: list[Tensor] = []
         net = nn.Sequential(nn.Linear(64, 8))
         net[0].register_forward_hook(lambda module, args, output: seen.append(output))
-        net[0].weight.register_hook(lambda grad: grad * 2)
+        weight: Any = net[0].weight
+        weight.register_hook(lambda grad: grad * 2)
         with steered(net, "fp32"):
             set_format(net[0].__dict__["_autoprec"].unit, "fp32", "onednn")
             net(torch.ones(3, 64)).sum().backward()
         assert [tuple(each.shape) for each in seen] == [(3, 8)]
-        assert torch.equal(net[0].weight.grad, torch.full((8, 64), 6.0))
+        assert torch.equal(weight.grad, torch.full((8, 64), 6.0))
 
     def test_a_choice_survives_a_parametrization(self) -> None:
         net = nn.Sequential(nn.Linear(8, 8))
@@ -208,7 +209,8 @@ class TestOneDnnUnit:
 
     def test_no_flag_of_torch_is_touched(self) -> None:
         def flags() -> list[str]:
-            return [torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul.fp32_precision]
+            backend: Any = torch.backends.mkldnn
+            return [torch.get_float32_matmul_precision(), backend.matmul.fp32_precision]
 
         before = flags()
         seen: list[list[str]] = []

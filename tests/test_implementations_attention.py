@@ -24,8 +24,16 @@ from autoprec.attention_product import attend
 from autoprec.implementations import is_attention_exact_enough, is_exact_enough
 from autoprec.layers import Runtime
 
-BUILTIN = F.scaled_dot_product_attention
+BUILTIN: Any = F.scaled_dot_product_attention
+SOME: Any = attend
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+def call(*operands: Any, **options: Any) -> Tensor:
+    """As code of users calls it: by its path, at the time of the call."""
+    function: Any = F.scaled_dot_product_attention
+    output: Tensor = function(*operands, **options)
+    return output
 
 
 def hidden(*shape: int) -> Tensor:
@@ -132,13 +140,14 @@ class TestNumbers:
     @pytest.mark.parametrize("wants", [(True, False, False), (False, True, False), (False, False, True)])
     def test_one_operand_alone_wants_a_gradient(self, wants: tuple[bool, ...], dtype: torch.dtype) -> None:
         operands = [torch.randn(1, 2, 5, 8, dtype=dtype).requires_grad_(want) for want in wants]
-        attend(*operands, None, True, 1.0).float().sum().backward()  # type: ignore[call-arg]
+        SOME(*operands, None, True, 1.0).float().sum().backward()
         assert tuple(each.grad is not None for each in operands) == wants
 
     def test_twice_is_not_possible_as_with_the_fused_kernel(self, dtype: torch.dtype) -> None:
         q, k, v = (torch.randn(1, 2, 5, 8, dtype=dtype, requires_grad=True) for _ in range(3))
         for run in (lambda: attend(q, k, v, None, False, 1.0), lambda: BUILTIN(q, k, v)):
-            (grad,) = torch.autograd.grad(run().sum(), q, create_graph=True)
+            output: Tensor = run()  # type: ignore[no-untyped-call]
+            (grad,) = torch.autograd.grad(output.sum(), q, create_graph=True)
             assert grad.requires_grad
             with pytest.raises(RuntimeError, match=r"differentiated twice|is not implemented"):
                 torch.autograd.grad(grad.sum(), k)
@@ -155,7 +164,7 @@ def choosing(*operands: Tensor, **options: Any) -> Runtime:
     runtime = Runtime("cpu")
     runtime.wants_attention = True
     with step(runtime):
-        F.scaled_dot_product_attention(*operands, **options)
+        call(*operands, **options)
     runtime.wants_attention = False
     runtime.attention = dict.fromkeys(runtime.attention_seen, "matmul")
     return runtime
@@ -204,7 +213,7 @@ class TestCalls:
         runtime = choosing(q, k, v, enable_gqa=True)
         grad = torch.randn(q.shape)
         with step(runtime):
-            found = results(lambda *each: F.scaled_dot_product_attention(*each, enable_gqa=True), [q, k, v], grad)
+            found = results(lambda *each: call(*each, enable_gqa=True), [q, k, v], grad)
         assert runtime.attention_ran
         usual = results(lambda *each: BUILTIN(*each, enable_gqa=True), [q, k, v], grad)
         for one, other in zip(found, usual, strict=True):
@@ -257,11 +266,12 @@ class TestCalls:
         runtime.wants_attention = True
         with step(runtime):
             for arguments in ((q[0], k[0], v[0]), (q[:0], k[:0], v[:0]), (q.double(), k.double(), v.double())):
-                F.scaled_dot_product_attention(*arguments)
+                call(*arguments)
             F.scaled_dot_product_attention(q, k, v, torch.randn(6, 6, requires_grad=True))
             with FlopCounterMode(display=False):
                 F.scaled_dot_product_attention(q, k, v)
-            torch.func.vmap(F.scaled_dot_product_attention)(*(each.expand(2, *each.shape) for each in (q, k, v)))
+            vmapped: Any = torch.func.vmap(F.scaled_dot_product_attention)
+            vmapped(*(each.expand(2, *each.shape) for each in (q, k, v)))
         assert not runtime.attention_seen
 
     def test_a_kernel_that_the_user_forces_is_kept(self) -> None:
@@ -362,7 +372,7 @@ class TestSignature:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             if implementation == "matmul":
                 with step(runtime):
-                    output = F.scaled_dot_product_attention(*arguments, **options)
+                    output = call(*arguments, **options)
             else:
                 output = BUILTIN(*arguments, **options)
         assert output.requires_grad

@@ -57,7 +57,7 @@ class Mixed(pl.LightningModule):
         maps = self.features(x)
         self.strides.add(maps.stride())
         x = maps.view(len(x), 8, 16)
-        x = checkpoint(self.attend, x, use_reentrant=False) if self.checkpoints else self.attend(x)  # type: ignore[assignment]
+        x = checkpoint(self.attend, x, use_reentrant=False) if self.checkpoints else self.attend(x)
         return self.head(x.mean(1))  # type: ignore[no-any-return]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -276,7 +276,8 @@ class TestChains:
 
     def test_a_layout_of_the_users_own_stays(self) -> None:
         module = Mixed()
-        module.features.to(memory_format=torch.channels_last)
+        convert: Any = module.features.to
+        convert(memory_format=torch.channels_last)
         run = Run(ALL_CHOICES, module=module.train(), steps=0)
         with torch.no_grad():
             assert module.features(torch.randn(2, 1, 4, 4)).is_contiguous(memory_format=torch.channels_last)

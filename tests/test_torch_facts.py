@@ -156,12 +156,13 @@ class TestImplementationChoices:
 
     def test_the_two_flags_for_float32_products_are_one_setting(self) -> None:
         """Setting either would show to the user, in all threads: products are called without a flag instead."""
-        before = torch.backends.mkldnn.matmul.fp32_precision
+        flags: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        before = flags.fp32_precision
         try:
-            torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+            flags.fp32_precision = "bf16"
             assert torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "bf16"
         finally:
-            torch.backends.mkldnn.matmul.fp32_precision = before
+            flags.fp32_precision = before
 
     @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="built without oneDNN")
     def test_the_compilers_linear_is_not_cast_by_autocast(self) -> None:
