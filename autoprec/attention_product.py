@@ -22,8 +22,8 @@ _F32 = torch.float32
 _BLOCK_BYTES = 1024 * 1024
 _CAUSAL_ROWS = 128
 _NOT_TWICE = (
-    b"attention on a CPU cannot be differentiated twice, neither by torch's fused kernel nor by matrix products; use"
-    b" torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+    "attention on a CPU cannot be differentiated twice, neither by torch's fused kernel nor by matrix products; use"
+    " torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 )
 
 
@@ -115,18 +115,23 @@ class _Attention(torch.autograd.Function):
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             grads = _backward(grad, query, key, value, probabilities, ctx.sizes, ctx.scale)
         if torch.is_grad_enabled():  # with create_graph
-            grads = _not_twice(grads)
+            grads = _NotTwice.apply(4, grad, query, key, value, *grads)  # type: ignore[no-untyped-call]
         return (*grads, None, None, None)
 
 
-def _not_twice(grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What raises when it is differentiated, as gradients of the fused kernel do.
+class _NotTwice(torch.autograd.Function):
+    """Marks gradients as made from what comes first, and raises when they are differentiated.
 
-    ``once_differentiable`` would let gradients pass as constants where the incoming one is a constant.
+    ``once_differentiable`` would cut them off from it, and who asks for their gradients could get none without an error.
     """
-    raises: Any = torch._C._functions.DelayedError(_NOT_TWICE, len(grads))
-    marked: tuple[Tensor, ...] = raises(*(each.detach().requires_grad_() for each in grads))
-    return marked
+
+    @staticmethod
+    def forward(ctx: Any, sources: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each.clone() for each in tensors[sources:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(_NOT_TWICE)
 
 
 def _flat(tensor: Tensor) -> Tensor:
