@@ -122,7 +122,7 @@ class _Attention(torch.autograd.Function):
 class _NotTwice(torch.autograd.Function):
     """Marks gradients as made from what comes first, and raises when they are differentiated.
 
-    ``once_differentiable`` would cut them off from it, and who asks for their gradients could get none without an error.
+    ``once_differentiable`` would cut them off from it, so that who asks for their gradients could get none, silently.
     """
 
     @staticmethod
