@@ -146,7 +146,7 @@ class TestNumbers:
     def test_twice_is_not_possible_as_with_the_fused_kernel(self, dtype: torch.dtype) -> None:
         q, k, v = (torch.randn(1, 2, 5, 8, dtype=dtype, requires_grad=True) for _ in range(3))
         for run in (lambda: attend(q, k, v, None, False, 1.0), lambda: BUILTIN(q, k, v)):
-            output: Tensor = run()  # type: ignore[no-untyped-call]
+            output: Tensor = run()
             (grad,) = torch.autograd.grad(output.sum(), q, create_graph=True)
             assert grad.requires_grad
             with pytest.raises(RuntimeError, match=r"differentiated twice|is not implemented"):
@@ -309,7 +309,7 @@ class TestCalls:
 
     def test_a_function_of_another_library_is_left_in_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def other(*args: Any, **kwargs: Any) -> Tensor:
-            return BUILTIN(*args, **kwargs)
+            return BUILTIN(*args, **kwargs)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(F, "scaled_dot_product_attention", other)
         with step(Runtime("cpu")):
