@@ -16,6 +16,7 @@ import torch
 
 from autoprec.accumulation import Accumulation
 from autoprec.action import Action
+from autoprec.attention import AttentionSignature
 from autoprec.base import Base
 from autoprec.batch_size import BatchSize
 from autoprec.clip import ClipThreshold
@@ -72,7 +73,9 @@ class Knobs:
         self.history = history
         self.guard = Guard(config.guard, config.clip)
         self.threshold = ClipThreshold(config.clip, base.clip, base.clip is None and "clip" not in masked, history)
-        self.unit_formats = UnitFormats(units, base, config.formats, "precision" in masked, config.tiers)
+        self.unit_formats = UnitFormats(
+            units, base, config.formats, "precision" in masked, config.tiers, runtime.device_type
+        )
         self.units = self.unit_formats.units
         self.batch_size = BatchSize(config.batch, self.masked, history)
         self.accumulation = Accumulation(config.batch, self.masked, history)
@@ -314,12 +317,25 @@ class Knobs:
         threshold = float(value) if value else math.inf
         self.threshold.set(threshold, threshold, "applied", step, "set on the Trainer")
 
+    def set_implementations(self, unit_name: str, choices: Mapping[str, str]) -> None:
+        """Chooses how a unit computes in its formats, from the next step on; called at a boundary.
+
+        Args:
+            unit_name: Name of the unit.
+            choices: Implementation by format, see :func:`autoprec.implementations.candidates`.
+
+        Raises:
+            ValueError: If there is no such unit, or an implementation is none of its candidates.
+        """
+        self.unit_formats.set_implementations(unit_name, choices)
+
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
         """Returns primitives only."""
         return {
             **self.unit_formats.state_dict(),
+            "attention": [[*signature.to_list(), name] for signature, name in self.runtime.attention.items()],
             "clip": self.threshold.state_dict("clip" in self.masked),
             "loss_scale": self.loss_scale.state_dict(),
             "guard": self.guard.state_dict(),
@@ -335,6 +351,8 @@ class Knobs:
             step: Index of the window that begins.
         """
         self.unit_formats.load_state_dict(state)
+        for *fields, name in state.get("attention", ()):
+            self.runtime.attention[AttentionSignature.from_list(fields)] = name
         self.guard.load_state_dict(state["guard"])
         was_enabled = self.loss_scale.enabled
         self.loss_scale.load_state_dict(state["loss_scale"])

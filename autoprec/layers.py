@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -26,8 +26,12 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 
+from autoprec.attention import AttentionSignature
+from autoprec.implementations import DEFAULT, candidates
+from autoprec.layouts import Container
 from autoprec.lookalike import lookalike, plain_class, registers_subclasses, undo_lookalike
-from autoprec.runners import Runner, is_functorch_active, make_base_runner, make_runner
+from autoprec.onednn import is_watched
+from autoprec.runners import Runner, is_functorch_active, make_base_runner, make_runner, note_implementation
 from autoprec.units import Unit, kind_of
 
 # formats whose range is short enough to watch the output in every step
@@ -81,6 +85,12 @@ class Runtime:
         records: What units took and returned, in order of execution; each loss counts as taken.
         calls: Calls of layers in a window in which they are looked at, in order of execution; ``None`` elsewhere.
         untouched: Units that ran as they are because the user switched autocast off around them.
+        attention: Implementation of calls of ``scaled_dot_product_attention`` that do not run as torch runs them.
+        attention_seen: How often each kind of call came, while somebody wants to know.
+        attention_ran: Kinds of calls that something else than torch's own ran.
+        wants_attention: Whether calls are noted.
+        had_autocast: Whether autocast was on when the latest training step began that looked at calls.
+        containers: Sequentials with chains of convolutions that may run in ``channels_last``.
         thread: The thread that trains.
         on_output: Called with unit name and output of each recorded unit, ``None`` for nothing.
     """
@@ -97,6 +107,12 @@ class Runtime:
         self.records: list[Record] = []
         self.calls: list[Call] | None = None
         self.untouched: set[str] = set()
+        self.attention: dict[AttentionSignature, str] = {}
+        self.attention_seen: dict[AttentionSignature, int] = {}
+        self.attention_ran: set[AttentionSignature] = set()
+        self.wants_attention = False
+        self.had_autocast = False
+        self.containers: Sequence[Container] = ()
         self.on_output: Callable[[str, Tensor], None] | None = None
 
     def is_other_thread(self) -> bool:
@@ -145,6 +161,7 @@ class ModuleState:
     __slots__ = (
         "fan_in",
         "format_name",
+        "implementation",
         "is_watched",
         "module",
         "name",
@@ -165,16 +182,27 @@ class ModuleState:
         self._for_validation: dict[bool, Runner] = {}
         self.set_format(None)
 
-    def set_format(self, format_name: str | None) -> None:
-        """Chooses how the layer runs, for the class it has now."""
+    def set_format(self, format_name: str | None, implementation: str = DEFAULT) -> None:
+        """Chooses how the layer runs, for the class it has now.
+
+        Args:
+            format_name: A legal format, ``None`` for the layer's own forward.
+            implementation: One of :func:`autoprec.implementations.candidates`. ``"channels_last"`` acts in chains
+                only, where the Sequential around the layer converts (``layouts``).
+        """
         self.format_name = format_name
+        self.implementation = implementation
         self.is_watched = format_name in _WATCHED
         self.plain = plain_class(self.module)
         self.steered = _steered_class(self.plain)
         self.run: Runner | None = None
         if format_name is not None:
             runtime, is_emulated = self.runtime, self.unit.is_emulated(format_name)
-            self.run = make_runner(self.module, format_name, is_emulated, runtime.device_type, runtime.clamp_output)
+            offered = candidates(kind_of(self.module), format_name, runtime.device_type)  # a tied unit mixes kinds
+            local = implementation if implementation in offered and implementation != "channels_last" else DEFAULT
+            self.run = make_runner(
+                self.module, format_name, is_emulated, runtime.device_type, runtime.clamp_output, local
+            )
 
     def base_runner(self, dtype: torch.dtype, is_raised: bool) -> Runner | None:
         """How the layer runs in validation: in fp32 if raised, else as under the Trainer's own autocast.
@@ -203,7 +231,7 @@ class ModuleState:
         other: ModuleState | None = module.__dict__.get("_autoprec")
         if type(module) is not self.plain and plain_class(module) is not self.plain:
             self._for_validation.clear()
-            self.set_format(self.format_name)  # a parametrization was added or removed since
+            self.set_format(self.format_name, self.implementation)  # a parametrization was added or removed since
         # past nn.Module's own, slow assignment
         object.__setattr__(module, "__class__", self.steered)
         module.__dict__["_autoprec"] = self
@@ -289,19 +317,35 @@ def swapped(units: Sequence[Unit]) -> Iterator[None]:
                 state.swap_out(other)
 
 
-def set_format(unit: Unit, format_name: str | None) -> None:
+def set_format(unit: Unit, format_name: str | None, implementation: str = DEFAULT) -> None:
     """Makes a unit run in a format from the next call on.
 
     Args:
         unit: A prepared unit.
         format_name: A legal format, or ``None`` for the layer's own forward under whatever autocast is on.
+        implementation: One of :func:`autoprec.implementations.candidates`.
     """
     for state in unit.states:
-        state.set_format(format_name)
+        state.set_format(format_name, implementation)
+
+
+def runs_channels_last(module: nn.Module) -> bool:
+    """Whether a convolution that is called now runs in ``channels_last``, if it is part of a chain."""
+    state: ModuleState | None = module.__dict__.get("_autoprec")
+    if state is None or state.implementation != "channels_last" or not state.runtime.is_active:
+        return False
+    if not torch.is_autocast_enabled(state.runtime.device_type) or is_functorch_active() or is_watched():
+        return False
+    return not (state.runtime.is_recording and state.runtime.is_other_thread())
+
+
+def note_channels_last(module: nn.Module) -> None:
+    """Counts a call of a convolution that ran in ``channels_last``."""
+    note_implementation(module, "channels_last")
 
 
 @contextmanager
-def run_in_base(units: Sequence[Unit], dtype: torch.dtype, raised: Container[str]) -> Iterator[None]:
+def run_in_base(units: Sequence[Unit], dtype: torch.dtype, raised: Collection[str]) -> Iterator[None]:
     """Has units run in the Trainer's own precision for the time of a region, but for some.
 
     Args:

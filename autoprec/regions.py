@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from autoprec import attention
 from autoprec.autocast import ambient, float32_recomputation
 from autoprec.knobs import steered_units
 from autoprec.layers import run_in_base, swapped
+from autoprec.layouts import swapped as chains_swapped
 from autoprec.replaced import Replaced
 from autoprec.steering import Steering
 from autoprec.trial import Trial
@@ -28,12 +30,18 @@ def recomputation_region(steering: Steering) -> Iterator[None]:
     """
     runtime = steering.runtime
     if not steering.knobs.is_steering and not runtime.runs_on_copies:
-        yield
+        with _attention_region(steering, is_recomputation=True):
+            yield
         return
     was = runtime.is_active, runtime.is_recording
     runtime.is_active, runtime.is_recording = True, False
     try:
-        with swapped(steered_units(steering.knobs)), float32_recomputation(runtime.device_type):
+        with (
+            swapped(steered_units(steering.knobs)),
+            _chains_region(steering),
+            float32_recomputation(runtime.device_type),
+            _attention_region(steering, is_recomputation=True),
+        ):
             yield
     finally:
         runtime.is_active, runtime.is_recording = was
@@ -52,7 +60,9 @@ def formats_region(steering: Steering, is_training: bool, runs_on_copies: bool =
     knobs, runtime = steering.knobs, steering.runtime
     runtime.runs_on_copies = runs_on_copies
     if not knobs.is_steering:
-        with _plain_region(steering) if runs_on_copies or runtime.calls is not None else nullcontext():
+        choices = _attention_region(steering) if is_training else nullcontext()
+        is_swapped = runs_on_copies or runtime.calls is not None
+        with _plain_region(steering) if is_swapped else nullcontext(), choices:
             yield
         return
     trial = steering.trial if is_training else Trial()
@@ -64,12 +74,30 @@ def formats_region(steering: Steering, is_training: bool, runs_on_copies: bool =
             swapped(steered_units(knobs)),
             ambient(runtime.device_type, knobs.ambient_dtype),
             float32_recomputation(runtime.device_type),
+            # evaluation keeps torch's own implementations
+            _chains_region(steering) if is_training else nullcontext(),
+            _attention_region(steering) if is_training else nullcontext(),
             trial or nullcontext(),
         ):
             yield
     finally:
         runtime.is_active = runtime.is_recording = False
         runtime.on_output = None
+
+
+def _chains_region(steering: Steering) -> AbstractContextManager[None]:
+    """Lets chains of convolutions run in ``channels_last`` where that was chosen."""
+    if not steering.runtime.containers or "channels_last" not in steering.knobs.unit_formats.implementations.values():
+        return nullcontext()
+    return chains_swapped(steering.runtime.containers)
+
+
+def _attention_region(steering: Steering, is_recomputation: bool = False) -> AbstractContextManager[None]:
+    """Lets calls of ``scaled_dot_product_attention`` run as chosen, or be noted; compiled code has its own."""
+    runtime = steering.runtime
+    if runtime.device_type != "cpu" or not attention.is_wanted(runtime) or steering.is_compiled:
+        return nullcontext()
+    return attention.region(runtime, is_recomputation)
 
 
 @contextmanager

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
+from autoprec import onednn
 from autoprec.autocast import set_ambient
 from autoprec.formats import FORMATS, get_format
+from autoprec.implementations import DEFAULT, check
 from autoprec.lookalike import plain_class
 from autoprec.ops import WeightCopy, fake_quantize, int8_linear
 from autoprec.ops import embedding as round_embedding
@@ -31,7 +33,12 @@ _COUNTED = ("tf32", "fp8", "int8")
 
 
 def make_runner(
-    module: nn.Module, format_name: str, is_emulated: bool, device_type: str, clamp: float | None = None
+    module: nn.Module,
+    format_name: str,
+    is_emulated: bool,
+    device_type: str,
+    clamp: float | None = None,
+    implementation: str = DEFAULT,
 ) -> Runner:
     """Returns how a layer runs in a format: a function of the layer and its forward's arguments.
 
@@ -41,10 +48,18 @@ def make_runner(
         is_emulated: Whether the device only emulates the format.
         device_type: Where it runs; autocast must be on there at the call.
         clamp: Limit on the magnitude of low-precision outputs, ``None`` for none.
+        implementation: One of :func:`autoprec.implementations.candidates`. Layers that it cannot run, subclasses for
+            instance, run as torch does; so does a call with inputs that it cannot take. A convolution in
+            ``"channels_last"`` returns its result in that layout, as it does inside of a chain (``layouts``).
+
+    Raises:
+        ValueError: If ``implementation`` is none of them.
     """
     number_format = get_format(format_name)
     cls = plain_class(module)
     kind = kind_of(module)  # a tied unit or a block mixes kinds
+    if implementation != DEFAULT:
+        check(kind, format_name, device_type, implementation)
     if kind == "norm":
         run = _norm_runner(module, cls, number_format.compute_dtype)
     elif format_name in _COUNTED:
@@ -53,6 +68,8 @@ def make_runner(
         run = _emulated_fp16_runner(cls, device_type)
     else:
         run = _autocast_runner(cls, kind, number_format.compute_dtype, device_type, module)
+    if implementation != DEFAULT and is_exact(module):
+        run = {"onednn": _onednn_runner, "channels_last": _channels_last_runner}[implementation](run)
     if clamp is not None and format_name in ("fp16", "fp8", "int8"):
         run = _clamped(run, clamp)
     return run
@@ -99,6 +116,37 @@ def make_base_runner(module: nn.Module, dtype: torch.dtype, device_type: str) ->
         device_type: Where it runs; autocast must be on there at the call.
     """
     return _autocast_runner(plain_class(module), "", dtype, device_type, module)
+
+
+def _onednn_runner(run: Runner) -> Runner:
+    """A float32 linear layer on oneDNN's products wherever that behaves as torch's own."""
+
+    def run_onednn(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling() and not is_functorch_active():
+            x, weight, bias = args[0], module.weight, module.bias
+            if onednn.can_run(x, weight, bias):
+                set_ambient("cpu", torch.float32)
+                note_implementation(module, "onednn")
+                return onednn.linear(x, weight, bias)  # type: ignore[arg-type]
+        return run(module, *args, **kwargs)
+
+    return run_onednn
+
+
+def _channels_last_runner(run: Runner) -> Runner:
+    def run_channels_last(module: nn.Module, input: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(input, Tensor) and input.ndim == 4 and not torch.compiler.is_compiling():
+            input = input.contiguous(memory_format=torch.channels_last)
+        return run(module, input, *args, **kwargs)
+
+    return run_channels_last
+
+
+def note_implementation(module: nn.Module, name: str) -> None:
+    """Counts a call in a training step that an implementation other than torch's own ran; no recomputations."""
+    state = module.__dict__.get("_autoprec")
+    if state is not None and state.runtime.is_recording:
+        state.unit.implemented[name] += 1
 
 
 def run_on_copies(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None, device_type: str) -> Tensor:

@@ -27,7 +27,8 @@ from autoprec.fallback import Fallback
 from autoprec.gradients import Gradients
 from autoprec.history import History
 from autoprec.knobs import Knobs, steered_units
-from autoprec.layers import Runtime, prepare
+from autoprec.layers import Runtime, note_channels_last, prepare, runs_channels_last
+from autoprec.layouts import find_containers
 from autoprec.learning_rate import LearningRate
 from autoprec.loss_scale import LossScale
 from autoprec.manual_scaling import ManualScaling
@@ -88,6 +89,7 @@ class Steering(Counters):
         self.runtime = Runtime(device_type, config.clamp_output)
         if "precision" not in masked:
             prepare(units, self.runtime)
+            self.runtime.containers = find_containers(root, runs_channels_last, note_channels_last)
         self.knobs = Knobs(units, self.runtime, config, masked, base, loss_scale, self.history)
         self.telemetry = Telemetry(units, config.clip.window)
         self.rounding = RoundingProbe(units, self.runtime.is_other_thread)
@@ -158,6 +160,7 @@ class Steering(Counters):
         self.knobs.accumulation.release()
         for unit in self.knobs.units.values():
             unit.states.clear()
+        self.runtime.containers = ()
         self._rescue.end_trial()
         if self._shadow is not None and not self.is_at_boundary:  # an exception has left the window
             self._shadow.put_back_nonfinite()

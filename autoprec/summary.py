@@ -57,6 +57,7 @@ def summarize(steering: Steering, policy: str, notes: Sequence[str] = ()) -> str
     lines = [f"autoprec, policy {policy}, started from {knobs.base.precision}"]
     lines += _format_lines(steering)
     lines += [f"  plan       {note}" for note in notes]
+    lines += _implementation_lines(steering)
     lines += _step_lines(steering)
     if knobs.loss_scale.enabled:
         lines.append(f"  loss scale {knobs.loss_scale.scale:g}")
@@ -184,6 +185,18 @@ def _format_lines(steering: Steering) -> list[str]:
         remarks = _remarks(steering, name, members)
         lines.append(f"{line} ({'; '.join(remarks)})" if remarks else line)
     return lines + _left_alone_lines(left_alone)
+
+
+def _implementation_lines(steering: Steering) -> list[str]:
+    """What ran otherwise than torch runs it at the same precision; nothing where nothing did."""
+    counted: Counter[tuple[str, str]] = Counter()
+    for unit in steered_units(steering.knobs):
+        counted.update((unit.kind, name) for name in unit.implemented)
+    parts = [f"{count} {kind} layer{'' if count == 1 else 's'} {name}" for (kind, name), count in counted.items()]
+    shapes = len(steering.runtime.attention_ran)
+    if shapes:
+        parts.append(f"attention matmul at {shapes} shape{'' if shapes == 1 else 's'}")
+    return [f"  implementations: {', '.join(parts)}"] if parts else []
 
 
 def _remarks(steering: Steering, name: str, members: Sequence[Unit]) -> list[str]:

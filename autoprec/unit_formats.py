@@ -14,6 +14,7 @@ import torch
 
 from autoprec.base import Base
 from autoprec.formats import get_format, rank
+from autoprec.implementations import DEFAULT, candidates, check
 from autoprec.layers import set_format
 from autoprec.tiers import tier_of
 from autoprec.units import Unit
@@ -28,6 +29,7 @@ class UnitFormats:
         choice: Formats that the user lets policies choose, ``None`` for what the device runs natively.
         is_masked: Whether the knob cannot be moved; the layers are left alone then.
         tiers: Narrowest format for policies by kind of layer or pattern of unit names.
+        device_type: Where the model runs.
 
     Attributes:
         units: The units by name.
@@ -51,6 +53,7 @@ class UnitFormats:
         choice: Sequence[str] | None,
         is_masked: bool,
         tiers: Mapping[str, str] | None = None,
+        device_type: str = "cpu",
     ) -> None:
         self.units = {unit.name: unit for unit in units}
         self.is_masked = is_masked
@@ -61,6 +64,8 @@ class UnitFormats:
         self.is_ambient_raised = False
         self.failed_in_base: set[str] = set()
         self.has_ambient_failed = False
+        self._device_type = device_type
+        self._implementations: dict[str, dict[str, str]] = {}
         self._base = base
         self._choice = choice
         self._tiers = {unit.name: tier_of(unit, tiers or {}) for unit in units}
@@ -181,6 +186,45 @@ class UnitFormats:
         self.named.update(changes)
         self.maps.add(self._map_key({}))
 
+    def set_implementations(self, unit_name: str, choices: Mapping[str, str]) -> None:
+        """Chooses how a unit runs in its formats, from the next step on; a choice waits while another format is used.
+
+        Args:
+            unit_name: Name of the unit.
+            choices: Implementation by format; formats that are not named keep theirs.
+
+        Raises:
+            ValueError: If there is no such unit, or an implementation is none of its candidates.
+        """
+        unit = self.units.get(unit_name)
+        if unit is None:
+            raise ValueError(
+                f"Passed `set_implementations({unit_name!r}, ...)`. There is no unit of that name; units are"
+                f" {sorted(self.units)}."
+            )
+        for format_name, implementation in choices.items():
+            check(unit.kind, format_name, self._device_type, implementation)
+        kept = {**self._implementations.get(unit_name, {}), **choices}
+        before, was_steering = self.implementation(unit_name), self.is_steering
+        self._implementations[unit_name] = {name: each for name, each in kept.items() if each != DEFAULT}
+        if self.is_masked or unit.reason is not None or self.implementation(unit_name) == before:
+            return
+        if was_steering:
+            self.changes += 1
+            self._hand_over_unit(unit)
+        else:
+            self.hand_over()
+
+    def implementation(self, unit_name: str) -> str:
+        """Returns how a unit runs in its current format."""
+        return self._implementations.get(unit_name, {}).get(self.current[unit_name], DEFAULT)
+
+    @property
+    def implementations(self) -> dict[str, str]:
+        """Units that run otherwise than torch would run them in their format, with the implementation."""
+        chosen = {name: self.implementation(name) for name in self._implementations}
+        return {name: each for name, each in chosen.items() if each != DEFAULT}
+
     def go_back(self, applied_steps: int) -> None:
         """Notes that the run has gone back: no change lies after so many applied steps."""
         for name, at in self.changed_at.items():
@@ -190,14 +234,18 @@ class UnitFormats:
         """Hands the formats to the layers; leaves them untouched while they match what the Trainer would run."""
         matches = all(self.current[unit.name] == self._base_format(unit) for unit in self.units.values())
         steers_fp16 = self._base.format == "fp16"  # its range must be watched although nothing differs
+        matches = matches and not self.implementations
         is_touched = not matches or self.is_ambient_raised or steers_fp16 or bool(self.named & self._norms())
         # once steered, always: the user may carry low-precision tensors over windows (hidden states, queues)
         self.is_steering = self.is_steering or is_touched
         self.changes += 1
         for unit in self.units.values():
             if unit.reason is None:
-                is_plain = not self.is_steering or not self._is_run_explicitly(unit)
-                set_format(unit, None if is_plain else self.current[unit.name])
+                self._hand_over_unit(unit)
+
+    def _hand_over_unit(self, unit: Unit) -> None:
+        is_plain = not self.is_steering or not self._is_run_explicitly(unit)
+        set_format(unit, None if is_plain else self.current[unit.name], self.implementation(unit.name))
 
     def _base_format(self, unit: Unit) -> str:
         base = self._base.format or "fp32"
@@ -225,6 +273,7 @@ class UnitFormats:
                 name: [[*pair, n] for pair, n in unit.ran.items()] for name, unit in self.units.items() if unit.ran
             },
             "called": [name for name, unit in self.units.items() if unit.has_run],
+            "implementations": {name: dict(each) for name, each in self._implementations.items() if each},
             "is_ambient_raised": self.is_ambient_raised,
             "failed_in_base": sorted(self.failed_in_base),
             "has_ambient_failed": self.has_ambient_failed,
@@ -244,6 +293,8 @@ class UnitFormats:
             }
             self.current.update(known)
             self.named = set(state["named"]) & set(self.units)
+            for name, choices in state.get("implementations", {}).items():
+                self._load_implementations(name, choices)
             self.is_ambient_raised = bool(state["is_ambient_raised"])
             self.failed_in_base = set(state.get("failed_in_base", ())) & set(self.units)
             self.has_ambient_failed = bool(state.get("has_ambient_failed", False))
@@ -253,3 +304,13 @@ class UnitFormats:
             self.units[name].ran = Counter({(asked, ran): int(count) for asked, ran, count in state["ran"][name]})
         for name in self.units.keys() & state["called"]:
             self.units[name].has_run = True
+
+    def _load_implementations(self, name: str, choices: Mapping[str, str]) -> None:
+        """Takes over choices for a unit as far as there are such implementations here."""
+        if name in self.units:
+            known = {
+                format_name: each
+                for format_name, each in choices.items()
+                if each in candidates(self.units[name].kind, format_name, self._device_type)
+            }
+            self._implementations[name] = known

@@ -50,6 +50,7 @@ class Unit:
         reason: Why the unit is left alone, ``None`` if it is steered.
         parameters: Its parameters.
         states: Filled by ``layers`` while a fit steers the unit.
+        implemented: Calls in training that an implementation other than torch's own ran, by its name.
         ran: Calls in training under tf32, fp8 or int8, counted by that format and by the one that ran.
         has_run: Whether anybody has called one of the modules in a step that was steered; compiled calls do not count.
     """
@@ -67,6 +68,7 @@ class Unit:
     parameters: tuple[nn.Parameter, ...] = field(default=(), repr=False)
     states: list[Any] = field(default_factory=list, repr=False, compare=False)
     ran: Counter[tuple[str, str]] = field(default_factory=Counter, repr=False, compare=False)
+    implemented: Counter[str] = field(default_factory=Counter, repr=False, compare=False)
     has_run: bool = field(default=False, repr=False, compare=False)
 
     @property

@@ -149,3 +149,51 @@ def test_other_optimizers_take_it_and_round_their_update_to_it() -> None:
     buffer = optimizer.state[weight]["momentum_buffer"]
     assert buffer.dtype == BF16
     assert float(buffer[0]) != pytest.approx(1 + 0.9 + 0.81, abs=1e-3)
+
+
+class TestImplementationChoices:
+    """Facts on which other ways to compute the same thing rest."""
+
+    def test_the_two_flags_for_float32_products_are_one_setting(self) -> None:
+        """Setting either would show to the user, in all threads: products are called without a flag instead."""
+        flags: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        before = flags.fp32_precision
+        try:
+            flags.fp32_precision = "bf16"
+            assert torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "bf16"
+        finally:
+            flags.fp32_precision = before
+
+    @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="built without oneDNN")
+    def test_the_compilers_linear_is_not_cast_by_autocast(self) -> None:
+        operation = torch.ops.mkldnn._linear_pointwise
+        with torch.autocast("cpu", dtype=BF16):
+            assert operation(torch.ones(2, 4), torch.ones(3, 4), None, "none", [], "").dtype == torch.float32
+
+    def test_the_fused_attention_takes_four_dimensions_and_no_gradient_of_a_mask(self) -> None:
+        q = torch.randn(2, 4, 6, 8)
+        choice = torch._fused_sdp_choice
+        assert choice(q, q, q, None, 0.0, True) == 1
+        assert choice(q, q, q, torch.ones(6, 6, dtype=torch.bool), 0.0, False) == 1
+        assert choice(q[0], q[0], q[0], None, 0.0, True) == 0
+        assert choice(q.requires_grad_(), q, q, torch.zeros(6, 6, requires_grad=True), 0.0, False) == 0
+
+    def test_rows_that_see_no_key_are_zero(self) -> None:
+        q = torch.randn(1, 1, 3, 8)
+        mask = torch.ones(3, 3, dtype=torch.bool)
+        mask[1] = False
+        assert torch.equal(nn.functional.scaled_dot_product_attention(q, q, q, mask)[0, 0, 1], torch.zeros(8))
+
+    def test_a_softmax_may_be_written_over_its_input(self) -> None:
+        x, grad = torch.randn(5, 7, 33), torch.randn(5, 7, 33)
+        expected = torch.softmax(x, -1)
+        assert torch.equal(torch.softmax(x, -1, out=x), expected)
+        backward = torch.ops.aten._softmax_backward_data
+        usual = backward(grad, expected, -1, torch.float32)
+        assert torch.equal(backward.out(grad, expected, -1, torch.float32, grad_input=grad), usual)
+
+    def test_a_gradient_takes_the_layout_of_its_weight(self) -> None:
+        conv = nn.Conv2d(4, 6, 3)
+        conv(torch.randn(2, 4, 8, 8).contiguous(memory_format=torch.channels_last)).sum().backward()
+        assert conv.weight.grad is not None
+        assert conv.weight.grad.stride() == conv.weight.stride()
