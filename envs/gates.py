@@ -170,4 +170,4 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 def _rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     ranks = np.stack([values.argsort().argsort() for values in (a, b)]).astype(np.float64)
-    return float(np.corrcoef(ranks)[0, 1])
+    return float(np.asarray(np.corrcoef(ranks))[0, 1])

@@ -322,7 +322,8 @@ def nominal_costs(share: NDArray[np.float64]) -> NDArray[np.float64]:
     Returns:
         ``[..., formats]``.
     """
-    return share[..., None] * np.array(NOMINAL.costs())
+    costs: NDArray[np.float64] = share[..., None] * np.array(NOMINAL.costs())
+    return costs
 
 
 def _draw_spec(
