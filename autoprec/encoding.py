@@ -239,7 +239,7 @@ def _run_columns(globals: GlobalReading) -> RunColumns:
 
 
 def _prices(units: Sequence[UnitReading], globals: GlobalReading) -> Prices | None:
-    readings = [*units, globals]
+    readings: list[UnitReading | GlobalReading] = [*units, globals]
     if all(math.isnan(r.cost_lower) and math.isnan(r.cost_higher) and math.isnan(r.proposal) for r in readings):
         return None
     unknown = [math.nan] * RUN_KNOBS

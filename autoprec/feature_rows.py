@@ -235,7 +235,8 @@ def fill_rows(units: UnitColumns, runs: RunColumns, prices: Prices | None, at: P
     rows = np.zeros((len(at.run), len(FEATURES)))
     _fill_moves(rows, units, runs, at)
     unit_features = _unit_features(units, _log2_or_zero(runs.median_norm)[units.run])
-    rows[np.ix_(at.units, [INDEX[name] for name in unit_features])] = np.stack([*unit_features.values()], axis=1)
+    columns = np.array([INDEX[name] for name in unit_features])
+    rows[np.ix_(at.units, columns)] = np.stack([*unit_features.values()], axis=1)
     rows[at.units, INDEX["layer_" + LAYER_KINDS[0]] + units.kind] = 1.0
     named = units.format >= 0
     rows[at.units[named], INDEX["format_" + next(iter(FORMATS))] + units.format[named]] = 1.0

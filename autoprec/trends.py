@@ -136,4 +136,5 @@ class Rows:
 
 def _slopes(centred: Series, values: Series) -> Series:
     square = (centred**2).sum(axis=1)
-    return (centred * values).sum(axis=1) / np.where(square > 0, square, 1.0)
+    slopes: Series = (centred * values).sum(axis=1) / np.where(square > 0, square, 1.0)
+    return slopes

@@ -103,6 +103,29 @@ class Constant:
         simulation.probes = np.zeros(len(simulation), dtype=bool)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Switched:
+    """One constant in the first half of the budget and another one in the second.
+
+    Args:
+        first: The former.
+        then: The latter.
+    """
+
+    first: Constant
+    then: Constant
+
+    def __call__(self, simulation: Simulation) -> None:
+        """Sets the knobs."""
+        self.first(simulation)
+        is_second = simulation.share >= 0.5
+        level, growth, scale = simulation.level, simulation.growth_interval, simulation.loss_scale
+        self.then(simulation)
+        simulation.level = np.where(is_second[:, None], simulation.level, level)
+        simulation.growth_interval = np.where(is_second, simulation.growth_interval, growth)
+        simulation.loss_scale = np.where(is_second, simulation.loss_scale, scale)
+
+
 class RandomMoves:
     """Moves every knob at random by one, or not.
 

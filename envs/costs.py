@@ -40,7 +40,8 @@ class Charges:
             batch_index: ``[runs]``, in ``BATCH_SIZES``.
         """
         compute = self._units(formats).sum(axis=1) + self.cast_cost * self._changes(formats).sum(axis=1)
-        return (self.overhead + compute * self._batch_factor(batch_index)) / (1.0 + self.overhead)
+        time: Array = (self.overhead + compute * self._batch_factor(batch_index)) / (1.0 + self.overhead)
+        return time
 
     def moved(self, formats: Array, batch_index: Array, others: Array) -> Array:
         """Returns the relative change of the step time if one unit took another format.
@@ -59,12 +60,14 @@ class Charges:
         has_after = self.is_unit & np.hstack([self.is_unit[:, 1:], edge < -1])
 
         def casts(own: Array) -> Array:
-            return (has_before & (own != before)).astype(int) + (has_after & (own != after))
+            count: Array = (has_before & (own != before)).astype(int) + (has_after & (own != after))
+            return count
 
         casts_saved = self.cast_cost[:, None] * (casts(others) - casts(formats))
         change = self._units(others) - self._units(formats) + casts_saved
         factor = self._batch_factor(batch_index) / (1.0 + self.overhead)
-        return change * (factor / self.step_time(formats, batch_index))[:, None]
+        relative: Array = change * (factor / self.step_time(formats, batch_index))[:, None]
+        return relative
 
     def elasticity(self, formats: Array, batch_index: Array, other_index: Array) -> Array:
         """Returns the relative change of the time per sample at another batch size, NaN beyond the range.
@@ -83,7 +86,8 @@ class Charges:
         return np.take_along_axis(self.cost, formats[:, :, None], axis=2)[:, :, 0]
 
     def _changes(self, formats: Array) -> Array:
-        return (formats[:, 1:] != formats[:, :-1]) & self.is_unit[:, 1:]
+        changes: Array = (formats[:, 1:] != formats[:, :-1]) & self.is_unit[:, 1:]
+        return changes
 
     def _batch_factor(self, batch_index: Array) -> Array:
         ratio = np.array(BATCH_SIZES)[batch_index] / BATCH_SIZES[BASE_BATCH]
@@ -103,4 +107,5 @@ def learning_rate(tasks: Sequence[Task], share: Array) -> Array:
     share = np.clip(share, 0.0, 1.0)
     rise = np.minimum((share + 1e-2) / np.maximum(warmup, 1e-2), 1.0)
     fall = np.where(decays, 0.01 + 0.99 * 0.5 * (1.0 + np.cos(np.pi * share)), 1.0)
-    return lr * rise * fall
+    rate: Array = lr * rise * fall
+    return rate

@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from autoprec.envs.baselines import Choose, Constant, RandomMoves, Scores, Table, play
+from autoprec.envs.baselines import Choose, Constant, RandomMoves, Scores, Switched, Table, play
 from autoprec.envs.engine import FORMATS
 from autoprec.envs.profiles import PROFILES
 from autoprec.envs.proposals import TableSettings
@@ -49,7 +49,7 @@ def run_gates(tasks: Tasks) -> Iterator[Gate]:
         tasks: Tasks with twins, 40 at least for figures that mean something.
     """
     gates: tuple[Callable[[Tasks], Iterator[Gate]], ...] = (time_is_scarce, hardware_decides, no_constant_is_optimal)
-    for gate in (*gates, random_loses, clip_is_not_everything, errors_predict_harm):
+    for gate in (*gates, random_loses, clip_is_not_everything, errors_predict_harm, time_changes_the_answer):
         yield from gate(tasks)
 
 
@@ -140,6 +140,29 @@ def errors_predict_harm(tasks: Tasks) -> Iterator[Gate]:
     yield Gate("the error relative to the centred signal predicts harm", bool(is_passed), text)
 
 
+def time_changes_the_answer(tasks: Tasks) -> Iterator[Gate]:
+    """Asks whether precision is worth more early where ranges settle, and late where runs converge; at equal speed."""
+    questions = (
+        ("drift", "fp8-unscaled", "precision is worth more early where ranges drift and settle", 1.0),
+        ("late", "int4", "precision is worth more late where runs are long and the learning rate falls", -1.0),
+    )
+    for regime, narrow, name, sign in questions:
+        wanted = [pair for pair in tasks if pair[0].regime == regime and _has_level(pair[0], narrow)]
+        if not wanted:
+            yield Gate(name, False, f"no {regime} task has a format as narrow as {narrow}")
+            continue
+        equal = [(_equally_fast(task), twin) for task, twin in wanted]
+        early = play(equal, Switched(first=Constant(format="bf16"), then=Constant(format=narrow))).score
+        late = play(equal, Switched(first=Constant(format=narrow), then=Constant(format="bf16"))).score
+        text = f"{len(equal)} tasks: bf16 in the first half {early.mean():.3f}, in the second {late.mean():.3f}"
+        yield Gate(name, bool(sign * _mean(early - late) > 0), text)
+
+
+def _has_level(task: Task, narrow: str) -> bool:
+    four_bits = narrow != "int4" or task.ladder[-1] >= FORMATS.index("fp4")
+    return four_bits and task.ladder[-1] > FORMATS.index("bf16")
+
+
 class _Watched:
     """Looks at errors while something else sets the knobs."""
 
@@ -170,4 +193,4 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 def _rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     ranks = np.stack([values.argsort().argsort() for values in (a, b)]).astype(np.float64)
-    return float(np.corrcoef(ranks)[0, 1])
+    return float(np.asarray(np.corrcoef(ranks))[0, 1])

@@ -91,4 +91,5 @@ def propose_batch(share: Array, settings: TableSettings) -> Array:
         settings: The table's parameters.
     """
     rises = np.array(settings.schedule, dtype=np.float64)
-    return BASE_BATCH + settings.batch + (share[:, None] >= rises).sum(axis=1)
+    index: Array = BASE_BATCH + settings.batch + (share[:, None] >= rises).sum(axis=1)
+    return index

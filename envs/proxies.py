@@ -69,7 +69,7 @@ class Distribution(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     architectures: dict[str, float] = Field(
-        default={"mlp": 0.7, "cnn": 0.1, "transformer": 0.15, "recurrent": 0.15}, validate_default=True
+        default={"mlp": 0.7, "cnn": 0.1, "transformer": 0.1, "recurrent": 0.15}, validate_default=True
     )
     units: tuple[int, ...] = (3, 4, 5, 6)
     widths: tuple[int, ...] = (32, 48, 64)
@@ -322,7 +322,8 @@ def nominal_costs(share: NDArray[np.float64]) -> NDArray[np.float64]:
     Returns:
         ``[..., formats]``.
     """
-    return share[..., None] * np.array(NOMINAL.costs())
+    costs: NDArray[np.float64] = share[..., None] * np.array(NOMINAL.costs())
+    return costs
 
 
 def _draw_spec(
@@ -337,7 +338,7 @@ def _draw_spec(
         "unit_count": units,
         "classes": 8,
         "max_batch": max(BATCH_SIZES),
-        "evaluation_samples": 192,
+        "evaluation_samples": 128,
         "teacher_width": 2 * INPUT_WIDTH,
         "optimizer": OPTIMIZERS.index(optimizer),
         "label_noise": _uniform(rng, distribution.label_noise) * (0.1 if is_late else 1.0),

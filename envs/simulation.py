@@ -76,7 +76,7 @@ class Simulation:
     @property
     def levels(self) -> Array:
         """How many formats each run may use."""
-        return (self.ladder >= 0).sum(axis=1)
+        return np.asarray((self.ladder >= 0).sum(axis=1))
 
     @property
     def share(self) -> Array:
@@ -121,14 +121,10 @@ class Simulation:
         is_over = steps < self.steps
         self.time = np.where(is_over if active is None else is_over & active, self.budget, self.time)
 
-    def measured_step_time(self) -> Array:
-        """Returns the time of a step as it was last measured."""
-        return self.last_time
-
     def worst_errors(self) -> Array:
         """Returns ``[runs, units, formats]``: the largest error of activations, weights and gradients."""
         with np.errstate(invalid="ignore"):
-            return self.errors.max(axis=2)
+            return np.asarray(self.errors.max(axis=2))
 
     def _place(self, index: int, task: Task) -> None:
         units = task.units
@@ -155,7 +151,7 @@ class Simulation:
 
     def _switch_time(self) -> Array:
         cost = np.array([task.switch_cost for task in self.tasks])
-        return cost * ((self.formats != self.last_formats) & self.is_unit).sum(axis=1)
+        return np.asarray(cost * ((self.formats != self.last_formats) & self.is_unit).sum(axis=1))
 
     def _run(self, steps: Array, is_probing: Array) -> None:
         runs, formats = steps > 0, self.formats

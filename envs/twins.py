@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import platformdirs
@@ -89,25 +91,35 @@ def bank_twins(
         progress: Called with how many are known and how many there are.
     """
     path = (folder or cache_folder()) / f"{bank.distribution.digest()}-{native.ABI_VERSION}-{bank.first_seed}.json"
-    known = _load(path)
-    for start in range(len(known), len(bank), CHUNK):
-        tasks = [bank[index] for index in range(start, min(start + CHUNK, len(bank)))]
-        known += run_twins(tasks, threads=threads)
-        _save(path, known)
+    tasks = list(bank)
+    marks = [_mark(task) for task in tasks]
+    stored = _load(path)
+    good = sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] == pair[1], zip(stored, marks, strict=False)))
+    rows = stored if good == len(bank) else stored[:good]  # those of a longer bank are kept
+    for start in range(len(rows), len(bank), CHUNK):
+        chunk = range(start, min(start + CHUNK, len(bank)))
+        trained = run_twins([tasks[index] for index in chunk], threads=threads)
+        rows += [[marks[index], *twin] for index, twin in zip(chunk, trained, strict=True)]
+        _save(path, rows)
         if progress is not None:
-            progress(len(known), len(bank))
-    return known[: len(bank)]
+            progress(len(rows), len(bank))
+    return [Twin(float(first), float(last)) for _, first, last in rows[: len(bank)]]
 
 
-def _load(path: Path) -> list[Twin]:
+def _mark(task: Task) -> int:
+    """A number that changes with everything a twin depends on, so that no stale one is taken for it."""
+    return zlib.crc32(task.spec.tobytes() + repr((task.lr, task.warmup, task.decays, task.budget)).encode())
+
+
+def _load(path: Path) -> list[list[Any]]:
     try:
-        return [Twin(float(first), float(last)) for first, last in json.loads(path.read_text(encoding="utf-8"))]
+        return [[int(mark), float(first), float(last)] for mark, first, last in json.loads(path.read_text("utf-8"))]
     except (OSError, ValueError, TypeError):
         return []  # nothing there yet, or half a file of another program: it is made anew
 
 
-def _save(path: Path, twins: list[Twin]) -> None:
+def _save(path: Path, rows: list[list[Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(twins), encoding="utf-8")
+    part.write_text(json.dumps(rows), encoding="utf-8")
     os.replace(part, path)

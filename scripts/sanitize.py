@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COPY = ROOT / "build" / "sanitize"
 PARTS = ("autoprec", "envs", "policies", "tests", "setup.py", "pyproject.toml", "README.md", "LICENSE")
-TESTS = ("grad_stats", "casts", "steps", "copies", "staleness", "int8")
+OPERATIONS = ("grad_stats", "casts", "steps", "copies", "staleness", "int8")
+TESTS = (*(f"ops_{name}" for name in OPERATIONS), "proxy_engine")
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
 
 
@@ -52,7 +53,7 @@ def main() -> int:
     subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=COPY, env=build, check=True)
     # what Python itself never frees is no finding
     options = {"LD_PRELOAD": runtime(), "ASAN_OPTIONS": "detect_leaks=0", "AUTOPREC_OPS": "cpu", "OMP_NUM_THREADS": "1"}
-    tests = [f"tests/test_ops_{name}.py" for name in TESTS]
+    tests = [f"tests/test_{name}.py" for name in TESTS]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=COPY, env={**os.environ, **options}, stdout=subprocess.PIPE, text=True)
     print(done.stdout, end="")

@@ -119,13 +119,14 @@ class Reference(nn.Module):
         mean = float(self.spec["activation_mean"][unit]) * activation
         ranges = (activation, mean, 2.0 ** float(self.spec["weight_bits"][unit]))
         gradient = 2.0 ** float(self.spec["gradient_bits"][unit])
-        product: Tensor = _Product.apply(x, weight, self.formats[unit], (*ranges, gradient))
+        apply: Any = _Product.apply
+        product: Tensor = apply(x, weight, self.formats[unit], (*ranges, gradient))
         return product
 
     def _linear(self, x: Tensor, unit: int, activation: str) -> Tensor:
         weight, bias = self._unit(unit)
         y = self._product(x, weight, unit) + bias
-        return {"none": lambda z: z, "relu": torch.relu, "tanh": torch.tanh}[activation](y)
+        return torch.relu(y) if activation == "relu" else torch.tanh(y) if activation == "tanh" else y
 
     def _recurrent(self, x: Tensor, unit: int) -> Tensor:
         weight, bias = self._unit(unit)

@@ -6,6 +6,7 @@ Time budget: 15 s.
 from __future__ import annotations
 
 import math
+import random
 import re
 import zlib
 from collections.abc import Sequence
@@ -400,6 +401,37 @@ def test_noise_scale_counts_in_units_of_the_effective_batch() -> None:
     assert one("noise_scale", run=replace(known, noise_scale=0.0)) == -1.0
     for unknown in (RUN, replace(known, effective_batch=math.nan), replace(known, noise_scale=math.nan)):
         assert [one(name, run=unknown) for name in ("noise_known", "noise_scale", "noise_error")] == [0.0, 0.0, 0.0]
+
+
+def many_readings() -> tuple[list[UnitReading], GlobalReading]:
+    rng = random.Random(0)
+
+    def number() -> float:
+        return rng.choice([0.0, -1.0, math.nan, math.inf]) if rng.random() < 0.2 else rng.lognormvariate(0, 6)
+
+    def history() -> tuple[float, ...]:
+        return tuple(number() for _ in range(rng.randrange(12)))
+
+    def unit(index: int) -> UnitReading:
+        return UnitReading(
+            name=str(index), kind=rng.choice(LAYER_KINDS), depth=number(), parameter_share=number(),
+            compute_share=number(), format=rng.choice(list(FORMATS)), legal=tuple(FORMATS), grad_amax=number(),
+            grad_norm=number(), grad_norm_history=history(), underflow_fraction=number(), act_amax=number(),
+            act_amax_history=history(), steps_since_change=rng.randrange(999), overflow_count=rng.randrange(9),
+        )  # fmt: skip
+
+    run = GlobalReading(
+        losses=history(), loss_scale=number(), loss_scale_history=history(), growth_tracker=rng.randrange(99),
+        norms=history(), clip_threshold=number(), progress=number(), batch_size=rng.randrange(300),
+        noise_scale=2.0**9, noise_scale_error=3.0, effective_batch=48.0,
+    )  # fmt: skip
+    return [unit(index) for index in range(40)], run
+
+
+def test_features_of_version_2_keep_their_bits() -> None:
+    """What one run after the other was encoded as before rows of many runs were."""
+    old = encode(*many_readings())[:, :77]
+    assert zlib.crc32(np.ascontiguousarray(old).tobytes()) == 0xA71D18B3
 
 
 def test_layout_of_version_3() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoprec.encoding import CLIP_MULTIPLIERS, FEATURES, LIMIT, GlobalReading, UnitReading, encode
+from autoprec.encoding import CLIP_MULTIPLIERS, FEATURES, GlobalReading, UnitReading, encode
 from autoprec.envs.baselines import Constant, RandomMoves, Table, play
 from autoprec.envs.engine import FORMATS
 from autoprec.envs.proposals import TableSettings, propose_levels, propose_scale
@@ -55,12 +55,20 @@ def keep(env: ProxyVecEnv) -> Any:
     return np.ones(env.num_envs, dtype=np.int64)
 
 
+def reset(env: ProxyVecEnv) -> Any:
+    return env.reset()
+
+
+def step(env: ProxyVecEnv, actions: Any) -> Any:
+    return env.step(actions)
+
+
 def random_actions(env: ProxyVecEnv, rng: np.random.Generator) -> Any:
     return rng.integers(0, 3, env.num_envs)
 
 
 def test_rows_follow_the_runs(env: ProxyVecEnv) -> None:
-    observation = env.reset()
+    observation = reset(env)
     assert observation.shape == (env.num_envs, len(FEATURES))
     assert env.observation_space.contains(observation[0])
     for run, task in enumerate(env.simulation.tasks):
@@ -70,9 +78,9 @@ def test_rows_follow_the_runs(env: ProxyVecEnv) -> None:
 
 
 def test_episodes_end_as_stable_baselines_expects(env: ProxyVecEnv) -> None:
-    before, ended = env.reset(), 0
+    before, ended = reset(env), 0
     for _ in range(30):
-        after, rewards, dones, infos = env.step(keep(env))
+        after, rewards, dones, infos = step(env, keep(env))
         assert np.isfinite(after).all()
         assert np.isfinite(rewards).all()
         for run in range(len(env.simulation)):
@@ -94,9 +102,9 @@ def test_episodes_end_as_stable_baselines_expects(env: ProxyVecEnv) -> None:
 
 def test_a_time_limit_truncates(tasks: list[tuple[Task, Twin]]) -> None:
     env = ProxyVecEnv(tasks, runs=4, max_decisions=2)
-    env.reset()
-    env.step(keep(env))
-    _, _, dones, infos = env.step(keep(env))
+    reset(env)
+    step(env, keep(env))
+    _, _, dones, infos = step(env, keep(env))
     assert dones.all()
     assert all(info["TimeLimit.truncated"] for info in infos)
     env.close()
@@ -104,14 +112,14 @@ def test_a_time_limit_truncates(tasks: list[tuple[Task, Twin]]) -> None:
 
 def test_rewards_sum_to_progress_less_the_budget(tasks: list[tuple[Task, Twin]]) -> None:
     env = ProxyVecEnv(tasks, runs=len(tasks), is_shuffled=False)
-    env.reset()
+    reset(env)
     s = env.simulation
     start_share, start_loss = s.share.copy(), s.loss.copy()
     totals, seen = np.zeros(len(s)), np.zeros(len(s), dtype=bool)
     first_rows = [int(np.flatnonzero(env.run_of_row == run)[0]) for run in range(len(s))]
     made = {run: env._queues[run][0][1].progress for run in range(len(s))}
     for _ in range(60):
-        _, rewards, dones, infos = env.step(keep(env))
+        _, rewards, dones, infos = step(env, keep(env))
         totals += np.where(seen, 0.0, rewards[first_rows])
         for run, row in enumerate(first_rows):
             if dones[row] and not seen[run]:
@@ -122,15 +130,15 @@ def test_rewards_sum_to_progress_less_the_budget(tasks: list[tuple[Task, Twin]])
                     assert infos[row]["episode"]["r"] == pytest.approx(totals[run], abs=1e-4)
     assert seen.all()
     assert env.is_idle.all()  # every task was played once
-    assert env.step(keep(env))[2].all()
+    assert step(env, keep(env))[2].all()
     env.close()
 
 
 def roll(env: ProxyVecEnv, seed: int) -> list[Any]:
     env.seed(seed)
-    rng, seen = np.random.default_rng(0), [env.reset()]
+    rng, seen = np.random.default_rng(0), [reset(env)]
     for _ in range(12):
-        observation, rewards, dones, _ = env.step(random_actions(env, rng))
+        observation, rewards, dones, _ = step(env, random_actions(env, rng))
         seen += [observation, rewards, dones]
     return seen
 
@@ -149,13 +157,13 @@ def test_a_seed_fixes_everything(tasks: list[tuple[Task, Twin]]) -> None:
 @pytest.mark.parametrize("mode", ["offset", "ladder"])
 def test_masks_say_which_moves_lead_somewhere(tasks: list[tuple[Task, Twin]], mode: str) -> None:
     env, rng = ProxyVecEnv(tasks, runs=6, mode=mode), np.random.default_rng(1)
-    observation = env.reset()
+    observation = reset(env)
     for _ in range(10):
         masks = env.action_masks()
         assert masks[:, 1].all()
         np.testing.assert_array_equal(masks[:, 0], observation[:, INDEX["can_lower"]] == 1.0)
         np.testing.assert_array_equal(masks[:, 2], observation[:, INDEX["can_raise"]] == 1.0)
-        observation, *_ = env.step(random_actions(env, rng))
+        observation, *_ = step(env, random_actions(env, rng))
         s = env.simulation
         assert ((s.level >= 0) & (s.level < s.levels[:, None])).all()
         assert ((s.batch_index >= 0) & (s.clip_index >= 0) & (s.clip_index < len(CLIP_MULTIPLIERS))).all()
@@ -165,7 +173,7 @@ def test_masks_say_which_moves_lead_somewhere(tasks: list[tuple[Task, Twin]], mo
 
 def test_in_ladder_mode_keep_keeps_and_lower_lowers(tasks: list[tuple[Task, Twin]]) -> None:
     env = ProxyVecEnv(tasks, runs=4, mode="ladder", guard=False, max_decisions=50)
-    env.reset()
+    reset(env)
     s = env.simulation
     before = (s.level.copy(), s.batch_index.copy(), s.clip_index.copy())
     env._apply(np.zeros(env.num_envs, dtype=np.int64))
@@ -179,7 +187,7 @@ def test_in_ladder_mode_keep_keeps_and_lower_lowers(tasks: list[tuple[Task, Twin
 
 
 def test_keep_in_offset_mode_takes_the_proposal(env: ProxyVecEnv) -> None:
-    env.reset()
+    reset(env)
     for _ in range(4):
         level, scale, batch, clip = env.proposals()
         env._apply(np.zeros(env.num_envs, dtype=np.int64))
@@ -188,7 +196,7 @@ def test_keep_in_offset_mode_takes_the_proposal(env: ProxyVecEnv) -> None:
         np.testing.assert_array_equal(s.batch_index, batch)
         np.testing.assert_array_equal(s.clip_index, clip)
         np.testing.assert_array_equal(s.loss_scale, np.clip(scale, 1.0, 2.0**24))
-        env.step(keep(env))
+        step(env, keep(env))
 
 
 def test_the_guard_raises_the_offender_and_holds_it() -> None:
@@ -199,15 +207,15 @@ def test_the_guard_raises_the_offender_and_holds_it() -> None:
     spec["loss_factor"] = 1.0
     ladder = tuple(map(FORMATS.index, ("fp32", "bf16", "fp16")))
     env = ProxyVecEnv([(replace(task, spec=spec, ladder=ladder), Twin(2.0, 1.0))], runs=1, mode="ladder")
-    env.reset()
+    reset(env)
     s = env.simulation
     s.level[:] = 2
-    env.step(keep(env))
+    step(env, keep(env))
     assert (s.windows["first_unit"][0], s.windows["first_tensor"][0]) == (1, 0)
     assert s.level[0].tolist() == [2, 1, 2]
     for _ in range(HOLD):
         assert not env.action_masks()[1, 0]
-        assert env.step(keep(env))[0][1, INDEX["held"]] == (env._hold[0, 1] > 0)
+        assert step(env, keep(env))[0][1, INDEX["held"]] == (env._hold[0, 1] > 0)
     assert s.windows["skipped"][0] == 0
     assert env.action_masks()[1, 0]
     env.close()
@@ -249,10 +257,10 @@ def test_rows_are_those_that_a_live_run_would_see() -> None:
     plain = Distribution(units=(3,), widths=(32,), ladders=(0, 1, 1, 0, 0), regimes=(1, 0, 0), budget=96)
     drawn = list(Bank("train", 4, plain))
     env = ProxyVecEnv([(task, Twin(2.0, 1.0)) for task in drawn], runs=4, mode="ladder")
-    env.reset()
+    reset(env)
     rng = np.random.default_rng(0)
     for _ in range(4):
-        observation, *_ = env.step(random_actions(env, rng))
+        observation, *_ = step(env, random_actions(env, rng))
     told = [
         *("format_fp32", "format_bf16", "format_fp16", "format_fp8", "format_int8", "depth", "parameter_share"),
         *("compute_share", "grad_headroom", "grad_headroom_lower", "act_headroom", "act_headroom_lower", "grad_cv"),
@@ -321,9 +329,9 @@ def test_bad_arguments_are_named(tasks: list[tuple[Task, Twin]], options: dict[s
 
 
 def test_bad_actions_and_use_after_close_are_named(env: ProxyVecEnv) -> None:
-    env.reset()
+    reset(env)
     with pytest.raises(ValueError, match="each 0, 1 or 2"):
-        env.step(np.full(env.num_envs, 3))
+        step(env, np.full(env.num_envs, 3))
     env.close()
     env.close()
     with pytest.raises(RuntimeError, match="not reset, or it is closed"):
@@ -370,7 +378,7 @@ def test_ppo_of_stable_baselines_trains_on_it(env: ProxyVecEnv) -> None:
 def test_masks_reach_sb3_contrib(env: ProxyVecEnv) -> None:
     from sb3_contrib.common.maskable.utils import get_action_masks, is_masking_supported
 
-    env.reset()
+    reset(env)
     assert is_masking_supported(env)
     np.testing.assert_array_equal(get_action_masks(env), env.action_masks())
 
@@ -379,8 +387,7 @@ def test_weights_of_the_reward_reach_it(tasks: list[tuple[Task, Twin]]) -> None:
     totals = []
     for weights in (RewardWeights(), RewardWeights(memory=5.0)):
         env = ProxyVecEnv(tasks, runs=4, weights=weights)
-        env.reset()
-        totals.append(env.step(keep(env))[1])
+        reset(env)
+        totals.append(step(env, keep(env))[1])
         env.close()
     assert (totals[1] < totals[0]).all()
-    assert LIMIT > 0

@@ -164,6 +164,13 @@ def test_twins_are_kept_and_only_what_is_missing_is_trained(tmp_path: Path, monk
     assert trained == [1]
     assert again[:3] == first
     (file,) = tmp_path.iterdir()
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    rows[1][0] += 1  # as if tasks had been drawn in another way when it was written
+    file.write_text(json.dumps(rows), encoding="utf-8")
+    assert twins.bank_twins(Bank("train", 4, distribution), folder=tmp_path) == again
+    assert trained == [1, 2, 1]
+    assert twins.bank_twins(Bank("train", 2, distribution), folder=tmp_path) == again[:2]
+    assert len(json.loads(file.read_text(encoding="utf-8"))) == 4
     file.write_text("[[1.0,", encoding="utf-8")  # as a full disk leaves it
     assert twins.bank_twins(Bank("train", 4, distribution), folder=tmp_path) == again
     assert len(json.loads(file.read_text(encoding="utf-8"))) == 4

@@ -146,10 +146,14 @@ static ap_proxy_rounding rounding_of(int format, int is_gradient) {
     }
 }
 
-/* saturating: what overflows is counted, and tensors behind it keep the range that they have */
-AP_INLINE vf round_code(vf x, ap_format f) {
-    vu pattern = (vu)x;
-    return (vf)(ap_from_code(ap_to_code(pattern, f, 1, 0), f) | (pattern & AP_SIGN));
+/* The nearest value of a format, ties to even, as round.h finds it, in the few operations that it takes where the value
+ * stays in fp32: adding a power of two so large that its last bit is the format's. Saturating: what overflows is counted,
+ * and tensors behind it keep the range that they have; so is a NaN. */
+AP_INLINE vf round_code(vf x, ap_format f, float largest) {
+    vi magnitude = vi_min((vi)((vu)x & AP_MAGNITUDE), vi_set(as_pattern(largest)));
+    vi exponent = vi_max(magnitude & (int32_t)AP_INF, vi_set(f.min_exponent << 23));
+    vf coarse = (vf)(exponent + ((23 - f.mantissa_bits) << 23));
+    return (vf)((vu)(((vf)magnitude + coarse) - coarse) | ((vu)x & AP_SIGN));
 }
 
 AP_INLINE vf round_whole(vf x, float limit) { return (vf_clamp(x, limit) + 12582912.0f) - 12582912.0f; }
@@ -163,12 +167,12 @@ AP_INLINE vf round_vector(vf x, int rounding) {
 #elif defined(AP_AVX2)
         return (vf)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)vf_clamp(x, 65504.0f), _MM_FROUND_TO_NEAREST_INT));
 #else
-        return round_code(x, ap_format_of(AP_FP16));
+        return round_code(x, ap_format_of(AP_FP16), 65504.0f);
 #endif
-    case ROUND_E4M3: return round_code(x, ap_format_of(AP_E4M3));
-    case ROUND_E5M2: return round_code(x, ap_format_of(AP_E5M2));
+    case ROUND_E4M3: return round_code(x, ap_format_of(AP_E4M3), 448.0f);
+    case ROUND_E5M2: return round_code(x, ap_format_of(AP_E5M2), 57344.0f);
     case ROUND_INT8: return round_whole(x, AP_INT8_MAX);
-    case ROUND_E2M1: return round_code(x, (ap_format){1, 127, 7, 7, 7});
+    case ROUND_E2M1: return round_code(x, (ap_format){1, 127, 7, 7, 7}, 6.0f);
     case ROUND_INT4: return round_whole(x, 7.0f);
     default: return x;
     }
