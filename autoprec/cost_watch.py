@@ -214,7 +214,7 @@ class CostWatch:
         Args:
             unit_name: The unit.
         """
-        counts = self.workloads.get(unit_name, {})
+        counts: Counter[Workload] = self.workloads.get(unit_name, Counter())
         return [product for workload in counts if (product := workload.product) is not None]
 
     def has_seen(self, unit_name: str) -> bool:
