@@ -244,7 +244,7 @@ def test_short_runs_measure_nothing_by_themselves(
         ({"max_epochs": -1, "max_steps": 60}, 1.2),
         ({"callbacks": [Timer({"seconds": 30})]}, 0.0),  # beside those that are done
     ],
-    ids=str,
+    ids=["plain", "3 epochs", "300 epochs", "40 steps", "50 batches", "60 steps", "timer"],
 )
 def test_the_budget_is_a_share_of_the_expected_time(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], budget_s: float
