@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -234,6 +234,36 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable
     return mask is None or (
         mask.ndim <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], whole[::-1], strict=False))
     )
+
+
+def dtype_of(signature: AttentionSignature) -> torch.dtype:
+    """Returns what a call computes in.
+
+    Args:
+        signature: What the call looks like.
+    """
+    return _DTYPES[signature.dtype]
+
+
+def runner(signature: AttentionSignature, implementation: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Returns a function of query, key and value that computes what a call of that signature does, outside of steps.
+
+    Args:
+        signature: What the call looks like; its mask is that of :func:`example`, its scale the usual one.
+        implementation: ``"default"`` or ``"matmul"``.
+    """
+    _, options = example(signature)
+    mask = options.pop("attn_mask", None)
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen = mask if mask is None or mask.dtype is torch.bool else mask.to(query.dtype)
+        if implementation == "default":
+            return _BUILTIN(query, key, value, seen, **options)
+        if (group := query.shape[1] // key.shape[1]) > 1:
+            key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        return attention_product.attend(query, key, value, seen, signature.is_causal, query.shape[-1] ** -0.5)
+
+    return run
 
 
 def saved_bytes(signature: AttentionSignature, implementation: str) -> int:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from autoprec.attention import AttentionSignature
+from autoprec.attention_costs import choose as choose_attention
+from autoprec.attention_costs import find_cases
 from autoprec.calibration.attention import AttentionCase
 from autoprec.calibration.calibrator import SHORTEST_S, Calibrator
 from autoprec.calibration.pricing import Candidates, Pricing, best_of, only_default
@@ -23,6 +27,7 @@ from autoprec.cost import Product
 from autoprec.cost_table import CostTable, StepModel, UnitCost
 from autoprec.formats import rank
 from autoprec.layers import Runtime
+from autoprec.machine_load import total_bytes
 from autoprec.unit_formats import UnitFormats
 from autoprec.units import Unit
 
@@ -31,6 +36,7 @@ FEWEST_STEPS = 8
 SHORTEST_RUN_S = 30.0
 """A run that is expected to train for less than this measures nothing unless it is asked to."""
 _STEPS = 32
+_MOST_OF_HOST = 0.1
 
 Counts = dict[str, Counter[Workload]]
 
@@ -52,7 +58,8 @@ class CostWatch:
         calibrator: Measures.
         is_wanted: Whether this fit is to know costs at all.
         is_asked: Whether it measures however short it is.
-        attention_cases: Returns the kinds of calls of attention that this fit makes; none until somebody knows.
+        sees_calls: Whether windows that are measured for a decision note which calls layers get.
+        attention_cases: Returns the kinds of calls of attention that this fit makes.
         attention: Implementation by the key of a case.
         keeps_copies: Whether layers may run on kept copies of their weights.
         has_decided: Whether a time has decided something, so that another run may decide otherwise.
@@ -68,9 +75,9 @@ class CostWatch:
     ) -> None:
         self.table = CostTable()
         self.model = StepModel()
-        self.is_wanted = self._sees_calls = False
+        self.is_wanted = self.sees_calls = False
         self.is_asked = config.enabled is True
-        self.attention_cases: Callable[[], Sequence[AttentionCase]] = tuple
+        self.attention_cases: Callable[[], Sequence[AttentionCase]] = partial(find_cases, runtime, runtime.device_type)
         self.attention: dict[str, str] = {}
         self.keeps_copies = False
         self.has_decided = False
@@ -81,7 +88,7 @@ class CostWatch:
         self._candidates = candidates
         self._choose = choose
         self.workloads: Counts = {}
-        self._settled: tuple[Counts, bool] | None = None
+        self._settled: tuple[Counts, bool, list[str]] | None = None
         self._is_incomplete = False
         self._is_timed = False
         self._step_s: deque[float] = deque(maxlen=_STEPS)
@@ -95,7 +102,7 @@ class CostWatch:
         """
         is_enabled = self.is_asked or (self._config.enabled == "auto" and looks)
         self.is_wanted = is_enabled and not self._unit_formats.is_masked
-        self._sees_calls = (is_enabled or looks) and not self._unit_formats.is_masked
+        self.sees_calls = (is_enabled or looks) and not self._unit_formats.is_masked
         # same seed, same bits: no clock is read
         self._is_timed = self.is_wanted and not torch.are_deterministic_algorithms_enabled()
 
@@ -108,7 +115,10 @@ class CostWatch:
             is_sampling: Whether it is measured for a decision.
             has_new_formats: Whether it is the first one in some formats.
         """
-        self._runtime.calls = [] if is_sampling and self._sees_calls else None
+        self._runtime.calls = [] if is_sampling and self.sees_calls else None
+        self._runtime.wants_attention = is_sampling and self.is_wanted
+        if self._runtime.wants_attention:
+            self._runtime.attention_seen.clear()
         if not self._is_timed:
             return
         now = perf_counter()
@@ -147,39 +157,51 @@ class CostWatch:
             expected_s: Returns how long the run trains in all, from the seconds that a step takes.
         """
         self.take_calls()
-        if not self.is_wanted or not self.workloads:
+        cases = self.attention_cases() if self.is_wanted else ()
+        if not self.is_wanted or not (self.workloads or cases):
             return
         budget_s = self._budget_s(expected_s) - self.calibrator.spent_s if self._is_timed else 0.0
-        now = self.workloads, self.keeps_copies
+        now = self.workloads, self.keeps_copies, sorted(case.key for case in cases)
         if self._settled != now or (self._is_incomplete and budget_s >= SHORTEST_S):
-            self._look(budget_s)
+            self._look(budget_s, cases)
             self._settled = now
         self._check_prediction()
 
-    def _look(self, budget_s: float) -> None:
+    def _look(self, budget_s: float, cases: Sequence[AttentionCase]) -> None:
         """Makes the table anew, from what is there and what the budget lets it measure."""
         pricing, before = self._pricing, self.calibrator.spent_s
         demand = pricing.demand(self.workloads)
-        self._choose_attention(budget_s)
+        is_complete = self._choose_attention(budget_s, cases)
         self.calibrator.look_up(demand)
         self.calibrator.measure(demand, budget_s - (self.calibrator.spent_s - before))
         if self.calibrator.spent_s != before:
             self._last_s = None  # this pause is no step
         self.table = pricing.table(self.workloads, self.calibrator)
-        self._is_incomplete = not self.calibrator.knows(demand)
+        self._is_incomplete = not (is_complete and self.calibrator.knows(demand))
         self.has_decided = self.has_decided or bool(self.table.implementations())
         if self._choose is not None:
             for name in self.table.units:
                 best = {each: self.table.best_implementation(name, each) for each in self.table.formats(name)}
                 self._choose(name, best)
 
-    def _choose_attention(self, budget_s: float) -> None:
-        cases = self.attention_cases()
-        for key, costs in self.calibrator.compare_attention(cases, budget_s).items():
+    def _choose_attention(self, budget_s: float, cases: Sequence[AttentionCase]) -> bool:
+        """Compares the implementations of attention; returns whether all cases are known."""
+        found = self.calibrator.compare_attention(cases, budget_s)
+        for key, costs in found.items():
             names = sorted(costs, key=lambda name: name != "default")
             best = best_of([UnitCost(costs[n].ms, costs[n].activation_bytes, 0, n, costs[n].error) for n in names])
             self.attention[key] = "default" if best is None else best.implementation
             self.has_decided |= self.attention[key] != "default"
+        choose_attention(self._runtime, self.attention, self._left_bytes)
+        return len(found) == len(cases)
+
+    @property
+    def _left_bytes(self) -> float:
+        """What calls of attention may keep beyond what torch's own keep."""
+        budget = self._config.memory_budget_bytes
+        if budget is None:
+            return _MOST_OF_HOST * (total_bytes() or 0)
+        return max(budget - self.table.map_bytes(self._unit_formats.current), 0)
 
     def _budget_s(self, expected_s: Callable[[float], float]) -> float:
         if self.is_asked:
@@ -291,7 +313,8 @@ class CostWatch:
             "model": self.model.state_dict(),
             "calibrator": self.calibrator.state_dict(),
             "workloads": _plain(self.workloads),
-            "settled": None if self._settled is None else [_plain(self._settled[0]), self._settled[1]],
+            "settled": None if self._settled is None else [_plain(self._settled[0]), *self._settled[1:]],
+            "attention_seen": [[each.to_list(), calls] for each, calls in self._runtime.attention_seen.items()],
             "is_incomplete": self._is_incomplete,
             "keeps_copies": self.keeps_copies,
             "has_decided": self.has_decided,
@@ -312,7 +335,9 @@ class CostWatch:
         self.calibrator.load_state_dict(state["calibrator"])
         self.workloads = _counts(state["workloads"], known)
         settled = state["settled"]
-        self._settled = None if settled is None else (_counts(settled[0], known), bool(settled[1]))
+        self._settled = None if settled is None else (_counts(settled[0], known), bool(settled[1]), list(settled[2]))
+        for fields, calls in state["attention_seen"]:
+            self._runtime.attention_seen[AttentionSignature.from_list(fields)] = int(calls)
         self._is_incomplete = bool(state["is_incomplete"])
         self.keeps_copies = bool(state["keeps_copies"])  # a decision may come before the first step
         self.has_decided = bool(state["has_decided"])

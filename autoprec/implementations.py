@@ -42,6 +42,18 @@ def candidates(kind: str, format_name: str, device_type: str) -> tuple[str, ...]
     return (DEFAULT,)
 
 
+def candidates_alone(kind: str, format_name: str, device_type: str) -> tuple[str, ...]:
+    """Returns those of :func:`candidates` that a layer can choose without regard to its neighbours.
+
+    Args:
+        kind: As there.
+        format_name: As there.
+        device_type: As there.
+    """
+    # convolutions convert in chains only, which a layer that is timed alone does not show
+    return (DEFAULT,) if kind == "conv" else candidates(kind, format_name, device_type)
+
+
 def check(kind: str, format_name: str, device_type: str, implementation: str) -> None:
     """Raises unless an implementation is one of :func:`candidates`.
 

@@ -26,6 +26,7 @@ from autoprec.coupling import Coupling
 from autoprec.fallback import Fallback
 from autoprec.gradients import Gradients
 from autoprec.history import History
+from autoprec.implementations import candidates_alone
 from autoprec.knobs import Knobs, steered_units
 from autoprec.layers import Runtime, note_channels_last, prepare, runs_channels_last
 from autoprec.layouts import find_containers
@@ -95,7 +96,8 @@ class Steering(Counters):
         self.rounding = RoundingProbe(units, self.runtime.is_other_thread)
         self.knobs.batch_size.on_lost = self._note_lost
         self.lower_batch_size: Callable[[int], bool] | None = self._lower_batch_size
-        self.costs = CostWatch(self.knobs.unit_formats, self.runtime, config.calibration)
+        formats = self.knobs.unit_formats
+        self.costs = CostWatch(formats, self.runtime, config.calibration, candidates_alone, formats.set_implementations)
         self.fallback = Fallback(root, self.knobs, self.telemetry, self.runtime)
         self.schedules = ScheduleHold(config)
         self.learning_rate = LearningRate(config.batch.learning_rate)
@@ -204,7 +206,7 @@ class Steering(Counters):
     def _open_window(self) -> None:
         self.apply_pending()
         has_new_formats = self.knobs.changes != self._seen_changes
-        if self.costs.is_wanted:
+        if self.costs.sees_calls:
             self.costs.open_window(self.is_sampling and not self.is_compiled, has_new_formats)
         if has_new_formats:
             self._seen_changes = self.knobs.changes

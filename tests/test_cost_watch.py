@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import Timer
 from torch import nn
 
 from autoprec import Action, AutoPrecisionCallback, AutoPrecisionConfig, CalibrationConfig, Controller
+from autoprec.calibration.attention import AttentionCase
 from autoprec.calibration.layer_runs import Choice, LayerRuns
 from autoprec.cost_table import CostTable, UnitCost
 from autoprec.cost_watch import CostWatch
@@ -257,9 +258,9 @@ def test_the_budget_is_a_share_of_the_expected_time(
         def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
             trainer.should_stop = trainer.global_step > 12
 
-    def noting(costs: CostWatch, budget: float) -> None:
+    def noting(costs: CostWatch, budget: float, cases: Sequence[AttentionCase]) -> None:
         budgets.append(budget)
-        measure(costs, budget)
+        measure(costs, budget, cases)
 
     monkeypatch.setattr(CostWatch, "_look", noting)
     ap = callback("rule", "auto", interval=10)

@@ -184,7 +184,13 @@ class LayerRuns:
         return x.to(get_format(choice.format).compute_dtype, copy=True)
 
     def _runner(self, choice: Choice) -> Runner:
-        return make_runner(self._module, choice.format, choice.is_emulated, self._device.type)
+        return make_runner(
+            self._module,
+            choice.format,
+            choice.is_emulated,
+            self._device.type,
+            implementation=choice.implementation,
+        )
 
     def _leaves(self, choice: Choice, run: Runner) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
         """What takes gradients beside the input, and the call of the layer."""
