@@ -8,13 +8,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
-from autoprec.envs.gates import run_gates
-from autoprec.envs.proxies import Bank
-from autoprec.envs.proxy_env import load_tasks
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))  # this checkout, whatever is installed
+    from autoprec.envs.gates import run_gates
+    from autoprec.envs.proxies import Bank
+    from autoprec.envs.proxy_env import load_tasks
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bank", default="train", help="bank of tasks (default: %(default)s)")
     parser.add_argument("--tasks", type=int, default=128, help="tasks to draw (default: %(default)s)")

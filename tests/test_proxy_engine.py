@@ -19,7 +19,7 @@ from autoprec.envs.architectures import Graph
 from autoprec.envs.engine import EVENTS, FORMATS, KNOBS, SPEC, WINDOW, Engine
 from autoprec.ops import native
 from tests.kernels import needs_cpu_kernels
-from tests.proxy_reference import Reference, plain_spec
+from tests.proxy_reference import Reference, plain_spec, rounded
 
 pytestmark = needs_cpu_kernels
 
@@ -127,6 +127,23 @@ def bias_free(gradient: NDArray[Any], engine: Engine, graph: Graph) -> NDArray[A
         merged[start : start + out] = own[start : start + out]
         start += out
     return merged
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bits", [-16.0, -7.0, 0.0, 2.0])
+def test_every_value_is_rounded_as_the_format_rounds_it(engine: Engine, name: str, bits: float) -> None:
+    """An identity for a weight hands out the rounded input; at -16 and -7 bits much of it is subnormal."""
+    graph = Graph()
+    graph.linear(16)
+    spec = plain_spec(graph, activation_bits=bits, feature_spread=1.0)
+    engine.start(0, spec)
+    identity = np.concatenate([np.eye(16, dtype=np.float32).ravel(), np.zeros(16, np.float32)])
+    engine.write_parameters(0, identity)
+    go_on(engine, 1, batch=128, formats=FORMATS.index(name))
+    x = torch.from_numpy(engine.read(0, "input"))
+    expected = rounded(x, name, 2.0**bits, 0.0, False).numpy()
+    np.testing.assert_allclose(engine.read(0, "logits"), expected, rtol=1e-6)
+    assert name == "fp32" or (expected != x.numpy()).any()
 
 
 @pytest.mark.parametrize("optimizer", [0, 1, 2])
