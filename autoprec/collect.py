@@ -10,6 +10,7 @@ from torch import nn
 
 from autoprec.cost import CostTable, Product, why_unprofitable
 from autoprec.cost_watch import CostWatch
+from autoprec.formats import get_format, rank
 from autoprec.history import Decision
 from autoprec.knobs import Knobs, steered_units
 from autoprec.machine_load import MachineLoad
@@ -106,6 +107,8 @@ def _unoffered(unit: Unit, knobs: Knobs, telemetry: Telemetry, costs: CostWatch)
             continue
         if costs.knows(unit.name, name):
             reason = costs.why_not(unit.name, name, [other for other in legal if other not in reasons])
+        elif get_format(name).bits > 8 and rank(name) < rank(knobs.formats[unit.name]):
+            continue  # a unit is raised to bf16 for other reasons than to save time
         else:
             reason = why_unprofitable(name, knobs.runtime.device_type, unit.is_emulated(name), products)
         if reason is not None:

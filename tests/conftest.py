@@ -24,8 +24,12 @@ FREE_VARIABLES = {"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
 
 @pytest.fixture(scope="session", autouse=True)
 def _uncalibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Lets no run measure by itself, however slow this machine is, and none read what other processes measured."""
+    """Lets no run measure by itself, however slow this machine is, and none read what other processes measured.
+
+    Policies are offered bf16 for the small layers of tests, which on a CPU are faster in fp32.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autoprec.cost._SMALLEST_16_BIT", {})
         patch.setattr("autoprec.cost_watch.SHORTEST_RUN_S", math.inf)
         patch.setenv("AUTOPREC_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -78,12 +82,6 @@ def _own_folder(_no_trace: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AUTOPREC_CACHE_DIR", str(tmp_path / "cache"))
-
-
-@pytest.fixture(autouse=True)
-def _small_layers_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offers bf16 to policies for the small layers of tests, which on a CPU are faster in fp32."""
-    monkeypatch.setattr("autoprec.cost._SMALLEST_16_BIT", {})
 
 
 @pytest.fixture(autouse=True)

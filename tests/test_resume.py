@@ -290,6 +290,8 @@ NOT_SAVED = {
     "_has_new_copy": "whether one was taken since the run went back",
     "_from_start": "looked up with the first copy",
     "calls": "set when a window opens, and kept as workloads",
+    "wants_attention": "set when a window opens",
+    "had_autocast": "noted when a step begins",
     "_step_s": "times of steps are of one process",
     "_last_s": "the same",
     "_cache": "read anew",
@@ -380,6 +382,7 @@ def test_no_field_keeps_one_value_through_these_steps(kept: dict[str, Kept]) -> 
     constant |= {"lost_windows"}  # test_cases_b_memory.py
     constant |= {"accumulation", "asked_ahead", "batch_size", "lost_samples"}  # see test_cases_b_resume.py
     constant |= {"plan"}  # test_cases_b_together.py
+    constant |= {"attention", "implementations"}  # test_attention_costs.py, test_implementations_fits.py
     constant |= {"failed_in_base", "has_ambient_failed"}  # test_cases_a_evaluation_raised.py
     assert {name for name, seen in values.items() if len(seen) == 1} == constant
 

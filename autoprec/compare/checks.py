@@ -78,7 +78,10 @@ def _late_decisions(stored: Sequence[Stored]) -> Iterator[str]:
         if not arm.startswith(AUTOPREC) or each.run.error is not None:
             continue
         if first is None and set(each.run.formats.values()) <= {"fp32"}:
-            yield f"{arm} left every layer in fp32 for all {steps} steps; a smaller `--interval` decides earlier"
+            yield (
+                f"{arm} left every layer in fp32 for all {steps} steps: either nothing else pays for layers of their"
+                " size, or a smaller `--interval` decides earlier"
+            )
         elif first is not None and first >= steps // 2:
             yield (
                 f"{arm} lowered its first layer after {first} of {steps} steps, so its times are mostly those of"
