@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from autoprec import cli
+from autoprec.compare.settings import with_defaults
 from tests.compared import write_training
 
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
@@ -91,7 +92,7 @@ def test_a_function_from_end_to_end(shell: Shell) -> None:
     assert document["consistency"]["arm"] == "autoprec"
     assert document["consistency"]["largest_loss_difference"] < 0.1
     assert "Consistency: " in shell.out
-    assert all("lowered its first layer after" in note for note in document["notes"])  # runs of 16 steps are short
+    assert all("lowered its first layer after" in note for note in document["notes"]), document["notes"]  # runs of 16 steps are short
     assert not any(Path("out/work").iterdir())
 
 
@@ -279,6 +280,15 @@ def test_another_target_is_refused(shell: Shell) -> None:
     assert shell(*words, "--fresh", arms="32-true")["runs"]
 
 
+@pytest.mark.parametrize("refused", ["training.py:missing", "no_trainer.py", "training.py:clash"])
+def test_a_folder_without_a_run_is_free(shell: Shell, refused: str) -> None:
+    Path("no_trainer.py").write_text("print('forgot the Trainer')\n")
+    arms = "bf16-mixed" if refused.endswith("clash") else "32-true"
+    shell(refused, "--steps", "4", arms=arms)
+    assert shell.code in (1, 2)
+    assert shell("training.py:build", "--steps", "4", arms="32-true")["runs"], shell.err
+
+
 def test_a_damaged_file_is_made_again(shell: Shell) -> None:
     shell("training.py:build", "--steps", "4", arms="32-true")
     Path("out/runs/32-true-seed0.json").write_text("{")
@@ -323,10 +333,16 @@ def test_transformers_models_are_targets(shell: Shell, words: str) -> None:
 
 
 def test_quick_says_nothing_about_speed(shell: Shell) -> None:
-    document = shell("training.py:long", "--quick", arms="32-true", seeds=5)
-    assert {run["seed"] for run in document["runs"]} == {0, 1}
-    assert {len(run["steps"]) for run in document["runs"]} == {12}
+    document = shell("training.py:long", "--quick", arms="32-true")
+    assert [len(run["steps"]) for run in document["runs"]] == [12]  # and one seed, as the command has it
     assert "quick: runs are far too short to say anything about speed or loss." in shell.out
+    assert with_defaults({"seeds": None, "steps": 40, "interval": None}, quick=True) == {
+        "seeds": 2,
+        "steps": 40,
+        "interval": 4,
+        "is_quick": True,
+    }
+    assert with_defaults({"seeds": None, "steps": None}, quick=False) == {"seeds": 3, "steps": None, "is_quick": False}
 
 
 def test_help_teaches(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:
