@@ -362,12 +362,12 @@ class AutoPrecisionCallback(Callback):
         steering.coupling.follow_noise_scale(steering.telemetry.noise)
         steering.costs.update(lambda step_s: expected_training_s(trainer, steering.window, step_s))
         unoffered = find_unoffered(knobs, steering.telemetry, steering.costs)
-        units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered, steering.costs.table)
+        units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered, steering.costs)
         run = read_globals(knobs, steering.telemetry, progress(trainer), self._load)
         record_unoffered(knobs, steering.telemetry, steering.costs, steering.window, unoffered)
         if self.controller.needs_facts:
             self._asking.note_facts(
-                read_facts(steering, {unit.name: unit.legal for unit in units}, steering.costs.table)
+                read_facts(steering, {unit.name: unit.legal for unit in units}, steering.costs.table or None)
             )
         self._apply(self._asking.decide(units, run, knobs.masked), f"policy {self.controller.name!r}")
         steering.telemetry.start_window()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -35,7 +36,7 @@ def find_unoffered(knobs: Knobs, telemetry: Telemetry, costs: CostWatch) -> Unof
 
 
 def read_units(
-    knobs: Knobs, telemetry: Telemetry, applied_steps: int, unoffered: Unoffered, table: CostTable | None = None
+    knobs: Knobs, telemetry: Telemetry, applied_steps: int, unoffered: Unoffered, costs: CostWatch | None = None
 ) -> list[UnitReading]:
     """Readings of all steered units, in the order of their rows.
 
@@ -44,15 +45,24 @@ def read_units(
         telemetry: Measurements, flushed.
         applied_steps: Applied optimizer steps so far.
         unoffered: What :func:`find_unoffered` returned.
-        table: What formats cost; where all units are in it, their shares of compute are shares of time.
+        costs: What formats cost; where all units were timed, their shares of compute are shares of time.
     """
     units = steered_units(knobs)
     parameters = sum(unit.parameter_count for unit in units) or 1
-    compute = _compute_shares(units, knobs, telemetry, table)
-    return [
+    compute = _compute_shares(units, knobs, telemetry, None if costs is None else costs.table)
+    readings = [
         _read_unit(unit, knobs, telemetry, applied_steps, parameters, compute[unit.name], unoffered[unit.name])
         for unit in units
     ]
+    return readings if costs is None or not costs.table else [_with_costs(reading, costs) for reading in readings]
+
+
+def _with_costs(reading: UnitReading, costs: CostWatch) -> UnitReading:
+    lower, higher = (
+        math.nan if other is None else costs.relative_cost(reading.name, other)
+        for other in (reading.lower, reading.higher)
+    )
+    return replace(reading, cost_lower=lower, cost_higher=higher)
 
 
 def _compute_shares(

@@ -285,10 +285,11 @@ class AutoPrecisionConfig:
 
     Args:
         formats: Formats that policies may choose, by name. ``None`` takes those of fp32, bf16 and fp16 that the device
-            runs natively. fp32 is always legal, named or not: it is where the guard falls back to. fp8 and int8 are
-            offered only where they are native and a layer is large enough for them to save time: int8 on a CPU from
-            64 x 512 x 512 or 256 x 256 x 256 on (rows, inputs, outputs; both widths at least 256), fp8 on CUDA from
-            4096 x 8192 x 16384 on. Requests, scripts, maps and ``fixed:`` policies may name any format at any size.
+            runs natively. fp32 is always legal, named or not: it is where the guard falls back to. What was timed on
+            the device decides whether a format is offered for a layer, else its size: bf16 on a CPU from
+            64 x 320 x 320 on (rows, inputs, outputs), int8 on a CPU from 64 x 512 x 512 or 256 x 256 x 256 on with both
+            widths at least 256, fp8 on CUDA from 4096 x 8192 x 16384 on; the last two only where they are native.
+            Requests, scripts, maps and ``fixed:`` policies may name any format at any size.
         tiers: Narrowest format that policies may choose, by kind of layer (``"linear"``, ``"conv"``, ``"embedding"``,
             ``"rnn"``, ``"attention"``, ``"other"``) or fnmatch pattern of unit names. The first pattern that fits goes
             before the kind. A run begins with no layer below its tier. Requests, scripts, maps and ``fixed:`` policies

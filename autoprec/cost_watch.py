@@ -6,6 +6,7 @@ and which formats do not pay. What does not: measuring (``calibration``) and the
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -246,6 +247,20 @@ class CostWatch:
     def knows(self, unit_name: str, format_name: str) -> bool:
         """Whether a unit was measured in a format."""
         return self.table.cost(unit_name, format_name) is not None
+
+    def relative_cost(self, unit_name: str, format_name: str) -> float:
+        """By which share of a step's time a step would change if a unit took another format; NaN if not known.
+
+        Args:
+            unit_name: The unit.
+            format_name: The other format.
+        """
+        formats = self._unit_formats.current
+        now, then = (self.table.unit_ms(unit_name, name) for name in (formats[unit_name], format_name))
+        if now is None or then is None:
+            return math.nan
+        units_ms = self.table.map_ms(formats)
+        return (then - now) / (self.model.predict_ms(units_ms) if self.model.is_fitted else units_ms)
 
     def why_not(self, unit_name: str, format_name: str, offered: Iterable[str]) -> str | None:
         """Says why a format is not offered for a unit, ``None`` if it is.

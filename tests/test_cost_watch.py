@@ -194,6 +194,27 @@ def test_shares_of_compute_are_shares_of_time(monkeypatch: pytest.MonkeyPatch) -
     assert share.sum() in (0.0, 1.0)
 
 
+class Stays(Lowers):
+    """Moves nothing, and keeps what it sees."""
+
+    def decide(self, observation: Any) -> Any:
+        return 0 * super().decide(observation)
+
+
+def test_moves_have_their_share_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDevice(monkeypatch, LOW_PAYS, step_s=0.01)
+    ap = callback(Stays(), interval=5)
+    fitted(ap, task(batches=30))
+    assert isinstance(ap.controller, Stays)
+    first, last = ap.controller.observations[0], ap.controller.observations[-1]
+    is_unit = feature(last, "knob_precision") == 1
+    # 1 ms less of the 4 that the layers take, as long as no step was timed, then of the 10 of a step
+    assert feature(first, "cost_lower")[is_unit] == pytest.approx([-2.5, -2.5])
+    assert feature(last, "cost_lower")[is_unit] == pytest.approx([-1.0, -1.0], rel=0.01)
+    assert feature(last, "cost_higher")[is_unit].tolist() == [0.0, 0.0]
+    assert feature(last, "cost_known")[is_unit].tolist() == [1.0, 1.0]
+
+
 # ---- when ----
 
 
