@@ -140,7 +140,7 @@ def test_footnotes_say_what_numbers_are_of() -> None:
 
 
 def test_the_picture_claims_no_interval_and_no_curve_that_is_not_there() -> None:
-    one = {"evaluations": (Evaluation(step=60, elapsed_s=0.3, metrics={"val_loss": 1.0}),)}
+    one: dict[str, Any] = {"evaluations": (Evaluation(step=60, elapsed_s=0.3, metrics={"val_loss": 1.0}),)}
     for seeds, left, right in ((1, "one seed", "too few seeds"), (3, "mean and range of 3 seeds", "95% intervals")):
         compared = comparison(*(arm_runs(arm, 5.0, 1.0, seeds=seeds, **one) for arm in ("32-true", "autoprec")))
         axes = Figure().subplots(1, 2)
