@@ -22,8 +22,9 @@ _EXTRAS = {
     "cli": ("typer", "rich", "matplotlib", "scipy", "sklearn"),
     "compress": ("zstandard",),
     "plan": ("scipy",),
+    "rl": ("gymnasium", "stable_baselines3", "sb3_contrib"),
 }
-_UNUSED_EXTRAS = ("rl", "sweep", "wandb", "report", "monitor", "ray")  # named for parts that are still to come
+_UNUSED_EXTRAS = ("sweep", "wandb", "report", "monitor", "ray")  # named for parts that are still to come
 _INSTALL = "Run `pip install '.[cli]'` in a checkout of autoprec."
 MIN_MINUTES = 1.0
 
@@ -36,7 +37,7 @@ In your own training there is nothing to run here: add the callback to the Train
     Trainer(callbacks=[AutoPrecisionCallback()])
 
 Start with `autoprec doctor` (what this machine computes itself; `autoprec hardware` has the rates), then
-`autoprec demo` (a comparison, measured here).
+`autoprec demo` (a comparison, measured here). `autoprec compare` does the same with your own training.
 """
 _DEMO_HELP = """Trains two models with and without autoprec, side by side, and compares step time and loss.
 

@@ -18,7 +18,8 @@ from autoprec.readings import GlobalReading, UnitReading
 from autoprec.telemetry import Telemetry, UnitTelemetry
 from autoprec.units import Unit
 
-_UNOFFERED = "not offered to policies"
+UNOFFERED = "not offered to policies"
+"""How the reason of a format begins that policies may not choose."""
 
 
 Unoffered = Mapping[str, Mapping[str, str]]
@@ -89,12 +90,12 @@ def record_unoffered(knobs: Knobs, telemetry: Telemetry, costs: CostWatch, windo
         window: Index of the window that begins.
         unoffered: What :func:`find_unoffered` returned.
     """
-    known = {(d.unit, d.requested) for d in knobs.history if d.outcome == "refused" and d.reason.startswith(_UNOFFERED)}
+    known = {(d.unit, d.requested) for d in knobs.history if d.outcome == "refused" and d.reason.startswith(UNOFFERED)}
     for unit, reasons in unoffered.items():
         for name, reason in reasons.items():
             if (unit, name) not in known and (telemetry.units[unit].calls or costs.has_seen(unit)):
                 current = knobs.formats[unit]
-                why = f"{_UNOFFERED}: {reason}"
+                why = f"{UNOFFERED}: {reason}"
                 knobs.history.append(Decision(window, "precision", unit, current, name, current, "refused", why))
 
 

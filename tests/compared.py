@@ -95,12 +95,6 @@ def build(dropout=0.0):
     return Net(dropout=dropout), loaders(), {"max_epochs": 2}
 
 
-def wide():
-    net = Net()
-    net.net = nn.Sequential(nn.Linear(8, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.Linear(1024, 4))
-    return net, loaders(), {"max_epochs": 2}
-
-
 def long():
     return Net(), loaders(), {"max_epochs": 1000}
 

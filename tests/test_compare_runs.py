@@ -18,9 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autoprec import cli
+from autoprec.compare.checks import notes_of
+from autoprec.compare.settings import with_defaults
+from autoprec.compare.store import Store, Stored
+from autoprec.hardware import native_formats
 from tests.compared import write_training
+from tests.comparisons import arm_runs
 
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
 
@@ -91,7 +97,7 @@ def test_a_function_from_end_to_end(shell: Shell) -> None:
     assert document["consistency"]["arm"] == "autoprec"
     assert document["consistency"]["largest_loss_difference"] < 0.1
     assert "Consistency: " in shell.out
-    assert all("left every layer in fp32" in note for note in document["notes"])  # which are small
+    assert all("left every layer in fp32" in note for note in document["notes"]), document["notes"]  # they are small
     assert not any(Path("out/work").iterdir())
 
 
@@ -236,11 +242,24 @@ def test_equal_seeds_are_noticed(shell: Shell) -> None:
     assert any("seeds 0, 1 gave the same losses" in note for note in document["notes"])
 
 
-def test_decisions_that_come_late_are_noticed(shell: Shell) -> None:
-    document = shell("training.py:wide", "--steps", "12", arms="autoprec")
-    assert any(re.search(r"lowered its first layer after \d+ of 12 steps", note) for note in document["notes"])
-    document = shell("training.py:build", "--steps", "3", arms="autoprec", out="shorter")
-    assert any("autoprec left every layer in fp32 for all 3 steps" in note for note in document["notes"])
+def test_why_layers_stayed_in_fp32(shell: Shell) -> None:
+    (note,) = shell("training.py:build", "--steps", "12", arms="autoprec")["notes"]
+    assert note.startswith("autoprec left every layer in fp32 for all 12 steps")
+    if "bf16" in native_formats(torch.device("cpu")):
+        assert ". Of its layers 2 have formats that are not offered to policies (net.0: bf16 cannot pay below" in note
+    assert shell("training.py:build", "--steps", "3", arms="autoprec", out="shorter")["notes"] == [
+        "autoprec left every layer in fp32 for all 3 steps; a smaller `--interval` decides earlier"
+    ]
+
+
+def test_decisions_that_come_late_are_noticed(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store", {})
+    (run,) = arm_runs("autoprec", 5.0, 1.0, seeds=1, steps=12, formats={"net.0": "bf16"})
+    for first, count in ((7, 1), (2, 0)):
+        store.add(Stored(run, {"first_change": first}))
+        notes = notes_of(store, [run])
+        assert len(notes) == count
+        assert all("autoprec lowered its first layer after 7 of 12 steps" in note for note in notes)
 
 
 def test_the_users_own_callback(shell: Shell) -> None:
@@ -277,6 +296,15 @@ def test_another_target_is_refused(shell: Shell) -> None:
         assert message in shell.err
         assert "--fresh" in shell.err
     assert shell(*words, "--fresh", arms="32-true")["runs"]
+
+
+@pytest.mark.parametrize("refused", ["training.py:missing", "no_trainer.py", "training.py:clash"])
+def test_a_folder_without_a_run_is_free(shell: Shell, refused: str) -> None:
+    Path("no_trainer.py").write_text("print('forgot the Trainer')\n")
+    arms = "bf16-mixed" if refused.endswith("clash") else "32-true"
+    shell(refused, "--steps", "4", arms=arms)
+    assert shell.code in (1, 2)
+    assert shell("training.py:build", "--steps", "4", arms="32-true")["runs"], shell.err
 
 
 def test_a_damaged_file_is_made_again(shell: Shell) -> None:
@@ -323,10 +351,16 @@ def test_transformers_models_are_targets(shell: Shell, words: str) -> None:
 
 
 def test_quick_says_nothing_about_speed(shell: Shell) -> None:
-    document = shell("training.py:long", "--quick", arms="32-true", seeds=5)
-    assert {run["seed"] for run in document["runs"]} == {0, 1}
-    assert {len(run["steps"]) for run in document["runs"]} == {12}
+    document = shell("training.py:long", "--quick", arms="32-true")
+    assert [len(run["steps"]) for run in document["runs"]] == [12]  # and one seed, as the command has it
     assert "quick: runs are far too short to say anything about speed or loss." in shell.out
+    assert with_defaults({"seeds": None, "steps": 40, "interval": None}, quick=True) == {
+        "seeds": 2,
+        "steps": 40,
+        "interval": 4,
+        "is_quick": True,
+    }
+    assert with_defaults({"seeds": None, "steps": None}, quick=False) == {"seeds": 3, "steps": None, "is_quick": False}
 
 
 def test_help_teaches(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:

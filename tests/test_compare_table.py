@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from autoprec.compare.picture import band, draw, draw_metric, draw_ratios, losses
-from autoprec.compare.records import Comparison, Run
+from autoprec.compare.records import Comparison, Evaluation, Run
 from autoprec.compare.table import fitting_table, render_table
 from autoprec.compare.verdict import Verdict, judge
 from tests.comparisons import arm_runs, comparison
@@ -137,6 +137,17 @@ def test_footnotes_say_what_numbers_are_of() -> None:
     assert "intervals: 95% over 4 seeds; difference: from 32-true, margin 0.02" in text
     assert "energy of a run: codecarbon (estimated)" in text
     assert "autoprec, seed 0: [bold]RuntimeError[/]: out of luck" in text
+
+
+def test_the_picture_claims_no_interval_and_no_curve_that_is_not_there() -> None:
+    one: dict[str, Any] = {"evaluations": (Evaluation(step=60, elapsed_s=0.3, metrics={"val_loss": 1.0}),)}
+    for seeds, left, right in ((1, "one seed", "too few seeds"), (3, "mean and range of 3 seeds", "95% intervals")):
+        compared = comparison(*(arm_runs(arm, 5.0, 1.0, seeds=seeds, **one) for arm in ("32-true", "autoprec")))
+        axes = Figure().subplots(1, 2)
+        draw_metric(axes[0], compared, judged(compared))
+        draw_ratios(axes[1], judged(compared))
+        assert axes[0].get_title() == f"training loss over time: {left}"
+        assert right in axes[1].get_title()
 
 
 @pytest.mark.parametrize(("seeds", "words"), [(1, "there is 1"), (2, "there are 2")])

@@ -120,14 +120,16 @@ def test_a_function_gets_the_seed_if_it_takes_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("training.py:missing", [], "has no function `missing`. It has: ["),
+        ("training.py:missing", [], "has no function `missing`. It has: "),
+        ("empty.py:build", [], "has no function `build`. It has none; a script is passed without `:function`."),
         ("no_such_module:build", [], "There is no module `no_such_module`"),
         ("training.py:build", ["width=3"], "cannot be called with {'width': 3}"),
         ("training.py:only_a_module", [], "returned Net. It must return (LightningModule, data, Trainer arguments)"),
         ("training.py:wrong_data", [], "returned data of type `int`"),
     ],
 )
-def test_a_wrong_function_is_named(text: str, words: list[str], message: str) -> None:
+def test_a_wrong_function_is_named(tmp_path: Path, text: str, words: list[str], message: str) -> None:
+    (tmp_path / "empty.py").write_text("")
     with pytest.raises(TargetError, match=re.escape(message)):
         load_target(text, words).train(Recording(), seed=0)
 
@@ -190,6 +192,11 @@ def test_a_config_that_cannot_be_read_says_what_is_supported(tmp_path: Path, tex
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(TargetError, match="cannot be read by `LightningCLI`(.|\n)*with `class_path` and `init_args`"):
         load_target("bad.yaml").train(Recording(), seed=0)
+
+
+def test_an_option_that_the_config_cannot_take_is_named() -> None:
+    with pytest.raises(TargetError, match="cannot be read by `LightningCLI`: .*max_epoks"):
+        load_target("config.yaml", ["--trainer.max_epoks=3"]).train(Recording(), seed=0)
 
 
 def test_the_users_files_are_known(tmp_path: Path) -> None:

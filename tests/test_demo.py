@@ -307,9 +307,10 @@ def test_conditions_name_what_is_unusual() -> None:
 
 
 def test_the_beginning_says_what_is_done_in_any_case() -> None:
-    text = beginning((gpt_task(), cnn_task()), 1.0)
+    text = beginning((gpt_task(), cnn_task()), 1.0, quick=False)
     assert "no new round after 1 minutes" in text
-    assert "15 steps of each gpt run and 30 steps of each cnn run" in text
+    assert "15 steps of each gpt run and 30 steps of each cnn run; on 2 cores that took 80 to 150 s." in text
+    assert "that took" not in beginning((gpt_task(quick=True),), 1.0, quick=True)  # that was measured with other models
 
 
 def test_progress_is_shown_from_the_first_turn_where_there_is_no_terminal() -> None:

@@ -59,7 +59,7 @@ def add_to(app: typer.Typer) -> None:
     target_argument = typer.Argument(..., metavar="TARGET", help="What is trained, see above.")
     words_argument = typer.Argument(None, metavar="[-- ARGUMENTS]", help="Arguments of the target.")
     arms_option = typer.Option(",".join(DEFAULT), help="Ways of training, with commas between them.")
-    seeds_option = typer.Option(3, help="Number of seeds, from 0 on. Fewer than 3 give no intervals.")
+    seeds_option = typer.Option(None, help="Number of seeds, from 0 on. By default 3; fewer give no intervals.")
     steps_option = typer.Option(None, help="Optimizer steps of each run. By default the target's whole training.")
     minutes_option = typer.Option(30.0, help="No new round of turns starts after these minutes; runs are cut equally.")
     threads_option = typer.Option(1, help="Threads for one operation, the same in every run.")
@@ -76,7 +76,7 @@ def add_to(app: typer.Typer) -> None:
     consistency_option = typer.Option(False, "--consistency", help="Run an arm once more with AVX2 instructions only.")
     out_option = typer.Option(Path("autoprec-compare"), help="Folder for results; goes on with what it holds.")
     fresh_option = typer.Option(False, "--fresh", help="Forget results in the folder.")
-    quick_option = typer.Option(False, "--quick", help="12 steps, 2 seeds: does it run? Says nothing about speed.")
+    quick_option = typer.Option(False, "--quick", help="12 steps, 2 seeds unless you set them: does it run?")
     json_option = typer.Option(False, "--json", help="Print the results as JSON, and all else to standard error.")
 
     @app.command("compare", help=_HELP)
@@ -103,7 +103,7 @@ def add_to(app: typer.Typer) -> None:
         as_json: bool = json_option,
     ) -> None:
         from autoprec.compare.child import TargetError
-        from autoprec.compare.settings import quick_options
+        from autoprec.compare.settings import with_defaults
 
         chosen: dict[str, Any] = {
             "seeds": seeds,
@@ -122,7 +122,7 @@ def add_to(app: typer.Typer) -> None:
             "out": out,
         }
         try:
-            settings = _settings(target, words or [], arms, chosen | (quick_options(interval) if quick else {}))
+            settings = _settings(target, words or [], arms, with_defaults(chosen, quick))
         except (ValueError, FileNotFoundError, TargetError) as error:
             raise typer.BadParameter(str(error)) from error
         _compare(settings, fresh, as_json)
@@ -163,15 +163,15 @@ def _compare(settings: CompareSettings, fresh: bool, as_json: bool) -> None:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
-        partial = finished(settings)
+        partial, said = finished(settings), "No run had finished."
         if partial is not None:
             write_report(partial, judged(partial, settings), settings.out)
-        count = 0 if partial is None else len(partial.comparison.runs)
-        typer.echo(
-            f"Stopped. {count} finished runs are in `{settings.out}`, with what they say so far in `comparison.json`."
-            " Run the same command again to go on.",
-            err=True,
-        )
+            count = len(partial.comparison.runs)
+            said = (
+                f"{count} finished runs are in `{settings.out}`, with what they say so far in `comparison.json`."
+                " Run the same command again to go on."
+            )
+        typer.echo(f"Stopped. {said}", err=True)
         raise typer.Exit(130) from error
     verdict = judged(result, settings)
     write_report(result, verdict, settings.out)

@@ -78,15 +78,19 @@ def _late_decisions(stored: Sequence[Stored]) -> Iterator[str]:
         if not arm.startswith(AUTOPREC) or each.run.error is not None:
             continue
         if first is None and set(each.run.formats.values()) <= {"fp32"}:
-            yield (
-                f"{arm} left every layer in fp32 for all {steps} steps: either nothing else pays for layers of their"
-                " size, or a smaller `--interval` decides earlier"
-            )
+            yield f"{arm} left every layer in fp32 for all {steps} steps{_why(each.extra.get('unoffered'))}"
         elif first is not None and first >= steps // 2:
             yield (
                 f"{arm} lowered its first layer after {first} of {steps} steps, so its times are mostly those of"
                 " fp32; more steps, or a smaller `--interval`, show what it decides"
             )
+
+
+def _why(unoffered: dict[str, str] | None) -> str:
+    if not unoffered:
+        return "; a smaller `--interval` decides earlier"
+    unit, reason = next(iter(unoffered.items()))
+    return f". Of its layers {len(unoffered)} have formats that are {reason.replace(': ', f' ({unit}: ', 1)})"
 
 
 def _lengths(runs: Sequence[Run]) -> Iterator[str]:

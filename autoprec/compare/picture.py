@@ -46,14 +46,14 @@ def draw(comparison: Comparison, verdict: Verdict, path: Path) -> None:
 def draw_metric(axes: Axes, comparison: Comparison, verdict: Verdict) -> None:
     """Draws the metric over the seconds spent in steps: means as lines, from the lowest to the highest seed as bands.
 
-    Without evaluations of the metric the training loss is drawn.
+    The training loss is drawn where no run was evaluated twice: a single point is no curve.
 
     Args:
         axes: Where to draw.
         comparison: The runs.
         verdict: What follows from them.
     """
-    is_evaluated = any(verdict.metric in found.metrics for run in comparison.runs for found in run.evaluations)
+    is_evaluated = any(len(evaluations(run, verdict.metric)) > 1 for run in comparison.runs)
     colours = _colours(verdict)
     for figures in verdict.arms:
         runs = [run for run in comparison.runs if run.arm == figures.arm]
@@ -65,7 +65,8 @@ def draw_metric(axes: Axes, comparison: Comparison, verdict: Verdict) -> None:
         axes.plot(seconds, middle, style, color=colour, label=label, linewidth=width, marker=marker)
         axes.fill_between(seconds, low, high, color=colour, alpha=0.12, linewidth=0)
     seeds = max(len(figures.seeds) for figures in verdict.arms)
-    axes.set_title(f"{verdict.metric if is_evaluated else 'training loss'} over time: mean and range of {seeds} seeds")
+    spread = "one seed" if seeds == 1 else f"mean and range of {seeds} seeds"
+    axes.set_title(f"{verdict.metric if is_evaluated else 'training loss'} over time: {spread}")
     axes.set_xlabel("seconds in steps")
     axes.set_ylabel(verdict.metric if is_evaluated else "training loss")
     axes.grid(alpha=0.3)
@@ -95,7 +96,9 @@ def draw_ratios(axes: Axes, verdict: Verdict) -> None:
     axes.set_yticks(range(len(known)), [figures.arm for figures in known])
     axes.set_ylim(len(known) - 0.4, -0.6)
     what = "step time" if verdict.time_basis == "step" else "time of a whole run"
-    axes.set_title(f"{what} / {verdict.best_static}: {100 * verdict.confidence:.3g}% intervals")
+    has_intervals = any(figures.time_ratio.low is not None for figures in known)
+    spread = f"{100 * verdict.confidence:.3g}% intervals" if has_intervals else "too few seeds for intervals"
+    axes.set_title(f"{what} / {verdict.best_static}: {spread}")
     axes.set_xlabel("ratio, less is faster; hollow: failed or diverged")
     axes.margins(x=0.12)
     axes.grid(alpha=0.3, axis="x")

@@ -64,6 +64,14 @@ def compare(settings: CompareSettings, console: Console, fresh: bool = False) ->
         KeyboardInterrupt: If the user stops it; finished runs are stored.
     """
     store = Store(settings.out, settings.identity(), fresh)
+    try:
+        return _compare(settings, store, console)
+    except BaseException:
+        store.release()
+        raise
+
+
+def _compare(settings: CompareSettings, store: Store, console: Console) -> Result:
     store.check_sources()
     for path in store.damaged:
         console.print(f"`{path}` is damaged; the run is made again.", markup=False)
@@ -124,8 +132,13 @@ def finished(settings: CompareSettings) -> Result | None:
         settings: What was compared.
     """
     try:
-        return collect(settings, Store(settings.out, settings.identity()))
-    except (NothingRanError, MetricError, StoreError):
+        store = Store(settings.out, settings.identity())
+    except StoreError:
+        return None
+    try:
+        return collect(settings, store)
+    except (NothingRanError, MetricError):
+        store.release()
         return None
 
 

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from autoprec import __version__
+from autoprec.collect import UNOFFERED
 from autoprec.compare.arms import Arm, check_runnable
 from autoprec.compare.child import TargetError, final_state, peak_bytes
 from autoprec.compare.edits import edit_arguments
 from autoprec.compare.energy import EnergyMeter
-from autoprec.compare.gate import Clock, GateHooks, make_gate, reseed
+from autoprec.compare.gate import Clock, GateHooks, make_gate, reseed, steered_callback
 from autoprec.compare.memory import PeakMemory
 from autoprec.compare.messages import Done
 from autoprec.compare.recorder import OutputRecorder
@@ -108,6 +109,7 @@ class Session:
         self._memory = PeakMemory("cpu")
         self._compared: GateHooks | None = None
         self._fits: list[dict[str, Any]] = []
+        self._unoffered: dict[str, str] = {}
         self._seen: dict[int, tuple[int, float]] = {}
 
     # ---- what targets.Target.train calls ----
@@ -186,6 +188,7 @@ class Session:
         module = arguments.get("model")
         device = gate.device
         done = final_state(trainer, module, self._peak_bytes(device))
+        self._unoffered = _unoffered(trainer)
         gate.add_final_evaluation({})
         if trainer.enable_validation:
             recorder = gate.recorder = OutputRecorder()
@@ -226,12 +229,20 @@ class Session:
             "energy_source": None if gate.meter is None else gate.meter.source,
             "flops_per_step": gate.flops,
             "fits": self._fits,
+            "unoffered": self._unoffered,
             "notes": self.notes,
             "changes": self._changes,
             "sources": digests(spec.target.sources()),
             "environment": _environment(spec, gate.device),
         }
         return replace(self.done, extra=extra)
+
+
+def _unoffered(trainer: Any) -> dict[str, str]:
+    """Layers that have a format which their policy may not choose, with the reason."""
+    steered = steered_callback(trainer)
+    refused = () if steered is None else steered.history
+    return {str(each.unit): each.reason for each in refused if each.reason.startswith(UNOFFERED)}
 
 
 def _validation_data(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from autoprec.compare.gate import Clock
 from autoprec.compare.targets import Target
 from autoprec.machine import version
 
+SEEDS = 3
 QUICK_STEPS, QUICK_SEEDS, QUICK_INTERVAL = 12, 2, 4
 _HIGHER_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "iou", "dice", "bleu", "rouge", "psnr", "ssim", "r2")
 
@@ -43,7 +44,7 @@ class CompareSettings:
 
     target: Target
     arms: tuple[Arm, ...] = ()
-    seeds: int = 3
+    seeds: int = SEEDS
     steps: int | None = None
     minutes: float = 30.0
     threads: int = 1
@@ -100,13 +101,18 @@ class CompareSettings:
         }
 
 
-def quick_options(interval: int | None) -> dict[str, Any]:
-    """Returns the settings of a comparison that only shows that everything runs.
+def with_defaults(chosen: dict[str, Any], quick: bool) -> dict[str, Any]:
+    """Returns the user's settings with what they leave open.
 
     Args:
-        interval: What the user set.
+        chosen: Settings by their names, ``None`` for what the user did not set.
+        quick: Whether the comparison only shows that everything runs. What the user set holds all the same.
     """
-    return {"steps": QUICK_STEPS, "seeds": QUICK_SEEDS, "interval": interval or QUICK_INTERVAL, "is_quick": True}
+    defaults: dict[str, Any] = {"seeds": SEEDS}
+    if quick:
+        defaults = {"steps": QUICK_STEPS, "seeds": QUICK_SEEDS, "interval": QUICK_INTERVAL}
+    missing = {name: value for name, value in defaults.items() if chosen.get(name) is None}
+    return {**chosen, **missing, "is_quick": quick}
 
 
 def mode_of(metric: str) -> Literal["min", "max"]:

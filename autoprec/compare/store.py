@@ -96,6 +96,18 @@ class Store:
         """
         shutil.rmtree(self.path("work", arm, seed), ignore_errors=True)
 
+    def release(self) -> None:
+        """Lets the next comparison have the folder, whatever its settings, if nothing here is worth keeping.
+
+        ``logs/`` stays: it says why there is nothing.
+        """
+        if any(stored.run.steps for stored in self.runs.values()):
+            return
+        for part in ("settings.json", "plan.json"):
+            (self.folder / part).unlink(missing_ok=True)
+        for part in ("runs", "outputs", "work"):
+            shutil.rmtree(self.folder / part, ignore_errors=True)
+
     @property
     def plan(self) -> dict[str, int]:
         """Steps of every run and of a turn, where an earlier part of the comparison has settled them."""

@@ -171,8 +171,9 @@ def _train_config(target: Target, seed: int) -> None:
     from lightning.pytorch.cli import LightningCLI
 
     words = ["fit", "--config", target.file, *target.arguments]
+    raises = {"exit_on_error": False}  # an exit would have no message
     try:
-        LightningCLI(args=words, save_config_callback=None, parser_kwargs={"fit": {"exit_on_error": False}})
+        LightningCLI(args=words, save_config_callback=None, parser_kwargs={**raises, "fit": raises})
     except (SystemExit, jsonargparse.ArgumentError) as error:
         raise TargetError(
             f"The config `{target.text}` cannot be read by `LightningCLI`: {error}. Supported are `model` and `data`"
@@ -213,9 +214,8 @@ def _find_function(target: Target) -> Any:
     function = getattr(module, target.function, None)
     if not callable(function):
         names = sorted(name for name, value in vars(module).items() if inspect.isfunction(value))
-        raise TargetError(
-            f"Passed `{target.text}`. `{target.file}` has no function `{target.function}`. It has: {names}."
-        )
+        found = f"It has: {', '.join(names)}." if names else "It has none; a script is passed without `:function`."
+        raise TargetError(f"Passed `{target.text}`. `{target.file}` has no function `{target.function}`. {found}")
     return function
 
 
