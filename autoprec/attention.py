@@ -223,7 +223,7 @@ def _by_products(
 
 
 def fits(signature: AttentionSignature) -> bool:
-    """Whether matrix products can run a call, by its sizes. Where sizes do not agree at all, torch raises its own error.
+    """Whether matrix products can run a call, by its sizes. Where they do not agree at all, torch raises its own error.
 
     Args:
         signature: What the call looks like.
