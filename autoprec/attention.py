@@ -213,7 +213,7 @@ def _by_products(
         mask = mask.to(dtype)
     causal, gqa = signature.is_causal, signature.enable_gqa
     choice = torch._fused_sdp_choice(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=gqa)
-    if choice != _FUSED or not _fits(query, key, value, mask, gqa):
+    if choice != _FUSED or not fits(signature):
         return None
     if key.shape[1] != query.shape[1]:
         group = query.shape[1] // key.shape[1]
@@ -222,18 +222,22 @@ def _by_products(
     return attention_product.attend(query, key, value, mask, causal, factor)
 
 
-def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> bool:
-    """Whether sizes agree; where they do not, torch raises its own error."""
-    batch, heads, length, width = query.shape
-    groups = key.shape[1]
-    if key.shape != (batch, groups, value.shape[2], width) or value.shape[:2] != (batch, groups):
+def fits(signature: AttentionSignature) -> bool:
+    """Whether matrix products can run a call, by its sizes. Where they do not agree at all, torch raises its own error.
+
+    Args:
+        signature: What the call looks like.
+    """
+    batch, heads, length, width = signature.query
+    groups, keys = signature.key[1], signature.key[2]
+    if signature.key != (batch, groups, keys, width) or signature.value != signature.key:
         return False
-    if groups != heads and not (enable_gqa and heads % groups == 0):
+    if groups != heads and not (signature.enable_gqa and heads % groups == 0):
         return False
-    whole = (batch, heads, length, key.shape[2])
-    return mask is None or (
-        mask.ndim <= 4 and all(m in (1, n) for m, n in zip(mask.shape[::-1], whole[::-1], strict=False))
-    )
+    if signature.mask == "none":
+        return True
+    sizes, whole = signature.mask_shape, (batch, heads, length, keys)
+    return 2 <= len(sizes) <= 4 and all(m in (1, n) for m, n in zip(sizes[::-1], whole[::-1], strict=False))
 
 
 def dtype_of(signature: AttentionSignature) -> torch.dtype:
@@ -252,16 +256,19 @@ def runner(signature: AttentionSignature, implementation: str) -> Callable[[Tens
         signature: What the call looks like; its mask is that of :func:`example`, its scale the usual one.
         implementation: ``"default"`` or ``"matmul"``.
     """
-    _, options = example(signature)
-    mask = options.pop("attn_mask", None)
+    mask: Tensor | None = None
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        nonlocal mask
+        if mask is None and signature.mask != "none":  # not before it is needed: most cases are known already
+            mask = _example_mask(signature, 0)
         seen = mask if mask is None or mask.dtype is torch.bool else mask.to(query.dtype)
+        causal, gqa = signature.is_causal, signature.enable_gqa
         if implementation == "default":
-            return _BUILTIN(query, key, value, seen, **options)
+            return _BUILTIN(query, key, value, seen, is_causal=causal, enable_gqa=gqa)
         if (group := query.shape[1] // key.shape[1]) > 1:
             key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        return attention_product.attend(query, key, value, seen, signature.is_causal, query.shape[-1] ** -0.5)
+        return attention_product.attend(query, key, value, seen, causal, query.shape[-1] ** -0.5)
 
     return run
 
@@ -313,8 +320,13 @@ def example(signature: AttentionSignature, seed: int = 0) -> tuple[tuple[Tensor,
         leaves.append(drawn.requires_grad_(signature.needs_grad))
     options: dict[str, Any] = {"is_causal": signature.is_causal, "enable_gqa": signature.enable_gqa}
     if signature.mask != "none":
-        visible = torch.rand(signature.mask_shape, generator=generator) > 0.1
-        visible[..., 0] = True
-        hidden = torch.zeros(signature.mask_shape, dtype=dtype).masked_fill_(~visible, -math.inf)
-        options["attn_mask"] = visible if signature.mask == "bool" else hidden
+        options["attn_mask"] = _example_mask(signature, seed)
     return tuple(leaves), options
+
+
+def _example_mask(signature: AttentionSignature, seed: int) -> Tensor:
+    visible = torch.rand(signature.mask_shape, generator=torch.Generator().manual_seed(seed)) > 0.1
+    visible[..., 0] = True
+    if signature.mask == "bool":
+        return visible
+    return torch.zeros(signature.mask_shape, dtype=_DTYPES[signature.dtype]).masked_fill_(~visible, -math.inf)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from autoprec.attention import AttentionSignature, Choices, dtype_of, runner, saved_bytes
+from autoprec.attention import AttentionSignature, Choices, dtype_of, fits, runner, saved_bytes
 from autoprec.calibration.attention import AttentionCase
 from autoprec.implementations import candidates
 
@@ -32,7 +32,8 @@ def find_cases(runtime: Choices, device_type: str) -> list[AttentionCase]:
         runtime: The fit's.
         device_type: Where it runs.
     """
-    return [_case(signature, device_type) for signature in runtime.attention_seen if not signature.has_dropout]
+    seen = [each for each in runtime.attention_seen if not each.has_dropout and fits(each)]
+    return [_case(signature, device_type) for signature in seen]
 
 
 def _case(signature: AttentionSignature, device_type: str) -> AttentionCase:

@@ -11,6 +11,8 @@ from typing import Any
 class Replaced:
     """Replaces a value while at least one region needs it; the last one to leave puts the original back.
 
+    What somebody else has set inside a region is theirs, and stays.
+
     Args:
         read: Returns the value.
         write: Sets it.
@@ -47,5 +49,5 @@ class Replaced:
         """Ends a region."""
         with self._lock:
             self._regions -= 1
-            if self._regions == 0:
+            if self._regions == 0 and self._read() == self._value:
                 self._write(self.original)

@@ -45,6 +45,30 @@ def test_calls_with_dropout_are_no_cases() -> None:
     assert cases[0].saved_bytes["matmul"] == saved_bytes(SOME, "matmul")
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        SOME._replace(key=(1, *SHAPE[1:]), value=(1, *SHAPE[1:])),
+        SOME._replace(value=(2, 2, 40, 4)),
+        SOME._replace(key=(2, 1, 40, 8), value=(2, 1, 40, 8)),
+        MASKED._replace(mask_shape=()),
+        MASKED._replace(mask_shape=(1, 2, 2, 40, 40)),
+    ],
+    ids=["one sample", "width of values", "one head", "mask of one", "mask of five"],
+)
+def test_calls_that_products_cannot_run_are_no_cases(other: AttentionSignature) -> None:
+    assert [case.key for case in find_cases(seen(other, MASKED), "cpu")] == [key_of(MASKED)]
+
+
+def test_nothing_is_drawn_for_cases_that_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decision asks for the cases, and most of them are known by then."""
+    drawn: list[Any] = []
+    monkeypatch.setattr("autoprec.attention.torch.rand", lambda *sizes, **_: drawn.append(sizes))
+    monkeypatch.setattr("autoprec.attention.torch.randn", lambda *sizes, **_: drawn.append(sizes))
+    assert len(find_cases(seen(SOME, MASKED), "cpu")) == 2
+    assert not drawn
+
+
 @pytest.mark.parametrize("signature", [SOME, MASKED, GROUPED], ids=["causal", "mask", "groups"])
 def test_implementations_of_a_case_compute_the_same(signature: AttentionSignature) -> None:
     (case,) = find_cases(seen(signature), "cpu")

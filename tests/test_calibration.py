@@ -130,6 +130,18 @@ def test_what_cannot_be_made_again_is_not_known(module: nn.Module) -> None:
     assert workload_of(call_of(module, 2, 4), follows=False) is None
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("cls", "sizes", "shape"), [(nn.Linear, (4, 0), (2, 4)), (nn.Embedding, (5, 0), (2,))])
+def test_a_layer_without_weights_is_not_known(cls: Any, sizes: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    assert workload_of(call_of(cls(*sizes), *shape), follows=False) is None
+
+
+@pytest.mark.parametrize(("cls", "shape"), [(nn.Conv2d, (3, 8, 8)), (nn.ConvTranspose1d, (3, 8))])
+def test_a_sample_without_a_batch_is_not_known(cls: Any, shape: tuple[int, ...]) -> None:
+    assert workload_of(call_of(cls(3, 4, 1), *shape), follows=False) is None
+    assert workload_of(call_of(cls(3, 4, 1), 2, *shape), follows=False) is not None
+
+
 def test_an_empty_batch_is_not_known() -> None:
     assert workload_of(call_of(nn.Linear(4, 4), 0, 4), follows=False) is None
 
@@ -407,6 +419,19 @@ def test_the_first_ones_are_measured_while_the_budget_lasts(budget: float, known
     assert [calibrator.knows({w: c}) for w, c in demand.items()] == [True] * known + [False] * (8 - known)
     assert clock.now <= max(budget * 1.2, 4.4)
     assert calibrator.spent_s == clock.now
+
+
+@pytest.mark.parametrize("error", [IndexError("out of range"), TypeError("no such option"), ValueError()], ids=repr)
+def test_no_error_of_a_measurement_ends_training(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr("autoprec.calibration.calibrator.LayerRuns", fail)
+    calibrator = Calibrator(CPU, uses_cache=False, lap=Clock(lambda call: 1e-3).lap)
+    calibrator.measure({linear(): [FP32]}, 10.0)
+    assert not calibrator.known
+    (note,) = calibrator.notes
+    assert note.endswith(f"could not be measured: {error}" if str(error) else "could not be measured: ValueError")
 
 
 def test_what_cannot_run_is_noted_once_and_left() -> None:

@@ -218,3 +218,21 @@ def test_two_processes_at_once_lose_nothing(tmp_path: Path) -> None:
     cache = Cache(KEY, tmp_path)
     assert cache.note is None
     assert cache.entries.keys() == {f"{name}{index}" for name in "ab" for index in range(40)}
+
+
+def test_a_process_that_never_ends_its_turn_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped while it wrote, for instance. Training goes on, without results on disk."""
+    fcntl = pytest.importorskip("fcntl")
+    before = path_in(tmp_path).read_bytes()
+    monkeypatch.setattr(cache_module, "_TRIES", 3)
+    cache = Cache(KEY, tmp_path)
+    (lock,) = tmp_path.glob("*.lock")
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        cache.add({"b": COST})
+    assert cache.note is not None
+    assert "another process has been writing" in cache.note
+    assert cache.entries == {"a": COST, "b": COST}
+    assert path_in(tmp_path).read_bytes() == before
+    cache.add({"c": COST})
+    assert Cache(KEY, tmp_path).entries == {"a": COST, "c": COST}

@@ -176,6 +176,18 @@ def test_an_arm_that_crashes_is_a_result(shell: Shell) -> None:
     assert "ZeroDivisionError" in Path("out/logs/bf16-mixed-seed0.log").read_text()
 
 
+@pytest.mark.parametrize("error", ["EOFError", "ConnectionResetError"])
+def test_what_fails_after_the_first_fit_costs_no_result(shell: Shell, error: str) -> None:
+    """These errors may come from the user's files and loaders as well as from the pipe to this process."""
+    imports = "import lightning.pytorch as pl\nfrom training import Net, loaders"
+    fit = f"{imports}\npl.Trainer(max_epochs=1).fit(Net(), *loaders())"
+    Path("ends_badly.py").write_text(f"{fit}\nraise {error}('no more')\n")
+    document = shell("ends_badly.py", arms="32-true")
+    assert shell.code == 0
+    assert [run["error"] for run in document["runs"]] == [None]
+    assert f"after its first fit the target failed with {error}: no more" in shell.out
+
+
 def test_an_arm_that_diverges_is_a_result(shell: Shell) -> None:
     document = shell("training.py:exploding")
     assert shell.code == 0
@@ -192,6 +204,7 @@ def test_an_arm_that_diverges_is_a_result(shell: Shell) -> None:
         ("training.py:only_a_module", 2, "It must return (LightningModule, data, Trainer arguments)"),
         ("missing.module:build", 2, "There is no module `missing`"),
         ("raising.py", 1, "No arm of `raising.py` ran.\n  32-true: KeyError: 'lost'"),
+        ("cut_off.py", 1, "No arm of `cut_off.py` ran.\n  32-true: EOFError: Ran out of input"),
         ("missing.py", 2, "There is no file `missing.py`"),
     ],
 )
@@ -199,6 +212,7 @@ def test_what_cannot_be_trained_is_named(shell: Shell, target: str, code: int, m
     Path("empty.py").write_text("print('nothing')\n")
     Path("no_fit.py").write_text("import lightning.pytorch as pl\npl.Trainer(logger=False)\n")
     Path("raising.py").write_text("{}['lost']\n")
+    Path("cut_off.py").write_text("import pickle\npickle.loads(b'')\n")
     shell(target, arms="32-true")
     assert shell.code == code
     assert re.sub(r"[│\s]+", " ", message) in re.sub(r"[│\s]+", " ", shell.err)

@@ -54,6 +54,15 @@ def test_what_is_found_may_differ_from_time_to_time(place: SimpleNamespace, repl
     assert place.value == "another"
 
 
+def test_what_somebody_else_sets_meanwhile_stays(place: SimpleNamespace, replaced: Replaced) -> None:
+    with replaced.region():
+        place.value = "users"
+    assert place.value == "users"
+    with replaced.region():
+        assert (place.value, replaced.original) == ("ours", "users")
+    assert place.value == "users"
+
+
 class Picky(Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

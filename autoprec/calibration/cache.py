@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,6 +25,8 @@ from autoprec.ops.native import ABI_VERSION
 
 MOST_BYTES = 4 << 20
 MOST_ENTRIES = 4096
+_TRIES = 250
+_PAUSE_S = 0.02
 _LIMITS = (
     *("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"),
     *("AUTOPREC_ISA", "AUTOPREC_OPS", "ONEDNN_DEFAULT_FPMATH_MODE"),
@@ -177,12 +180,24 @@ def _short(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits for other processes that write the file; without a lock (Windows) the last one wins."""
+    """Waits a while for other processes that write the file; without a lock (Windows) the last one wins.
+
+    A process that was stopped while it wrote must not stop this one's training.
+
+    Raises:
+        TimeoutError: If another process holds the lock for too long.
+    """
     try:
         import fcntl
     except ModuleNotFoundError:
         yield
         return
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        for _ in range(_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(_PAUSE_S)
+        else:
+            raise TimeoutError(f"another process has been writing for {_TRIES * _PAUSE_S:g} s")
         yield

@@ -225,9 +225,10 @@ class Calibrator:
             return {}
         try:
             found = measure(self._lap or make_lap(self._device))
-        except RuntimeError as error:  # out of memory, or an operation that torch does not have in a format
+        except Exception as error:  # out of memory, or something that torch does not have; training goes on
             self._failed.add(name)
-            self.notes.append(f"{text} could not be measured: {str(error).splitlines()[0][:120]}")
+            words = (str(error) or type(error).__name__).splitlines()[0][:120]
+            self.notes.append(f"{text} could not be measured: {words}")
             return {}
         if found:
             self.measured.add(name)

@@ -92,7 +92,9 @@ def workload_of(call: Call, follows: bool) -> Workload | None:
     """
     module, kind = call.module, kind_of(call.module)
     weight = module._parameters.get("weight")
-    if kind not in _FIELDS or not is_exact(module) or weight is None or 0 in call.shape:
+    if kind not in _FIELDS or not is_exact(module) or weight is None or 0 in (*call.shape, *weight.shape):
+        return None
+    if kind == "conv" and len(call.shape) != weight.ndim:  # one sample without a batch
         return None
     found = {name: getattr(module, name) for name in _FIELDS[kind] if hasattr(module, name)}
     if not type(module).__name__.startswith("ConvTranspose"):

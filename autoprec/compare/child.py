@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -54,14 +55,13 @@ def serve(body: Body, threads: int, connection: Connection, log: Path) -> None:
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     try:
         connection.send(body(connection))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        sys.exit(1)
     except BaseException as error:
         words = str(error).strip() or "without a message"
         message = words if isinstance(error, PlainError) else f"{type(error).__name__}: {words}"
         text = traceback.format_exc()
         print(text, file=sys.stderr, flush=True)
-        connection.send(Failed(text, message, isinstance(error, TargetError)))
+        with contextlib.suppress(OSError):  # the other end is gone, which may be why
+            connection.send(Failed(text, message, isinstance(error, TargetError)))
         sys.exit(1)
 
 

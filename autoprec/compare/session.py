@@ -81,8 +81,6 @@ def train(spec: RunSpec, connection: Connection) -> Done:
     spec.folder.mkdir(parents=True, exist_ok=True)
     try:
         spec.target.train(session, spec.seed)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        raise
     except Exception as error:
         if session.done is None:
             session.send_rest()
