@@ -30,9 +30,10 @@ from tests.chaos import campaign
 from tests.chaos.apart import run_apart
 from tests.chaos.fault import Asked, Fault, Scene
 from tests.chaos.faults import FAULTS
+from tests.chaos.fits import fit, make_faults
 from tests.chaos.invariants import INVARIANTS, Evidence, Reading, Violation, violations
 from tests.chaos.process_faults import damage
-from tests.chaos.runs import Report, die, run, spread
+from tests.chaos.runs import Report, die, missing_copy, resume, run, spread
 from tests.chaos.schedules import Injection, Schedule, draw
 from tests.chaos.settings import Setting
 from tests.chaos.shrink import shrink
@@ -257,6 +258,63 @@ def test_a_run_that_is_killed_is_killed(tmp_path: Path) -> None:
         assert die(schedule, tmp_path)
         assert not die(replace(schedule, faults=(Injection("kill", 10**6, options),)), tmp_path)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+OUTLIERS = Injection("outliers", 0, {"factor": 1e4})
+RETURN = Decision(6, "rollback", None, 2, 0, 0, "applied")
+
+
+def test_a_copy_from_before_the_checkpoint_is_missed_where_the_run_goes_back_to_it() -> None:
+    def found(applied: int, window: int = 4, skipping_since: int | None = None, row: Decision = RETURN) -> int | None:
+        saved = {"window": window, "applied_steps": applied, "skipping_since": skipping_since}
+        return missing_copy([DEFERRED, row], saved)
+
+    assert found(2) == RETURN.step
+    assert found(0) is None  # the resumed run begins with the same copy
+    assert found(0, skipping_since=3) == RETURN.step  # where it does not
+    assert found(2, window=7) is None  # it went back before
+    assert found(2, row=replace(RETURN, outcome="refused")) is None
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_resumed_run_is_compared_until_the_run_goes_back_to_a_copy_that_it_lacks(
+    is_other: bool, tmp_path: Path
+) -> None:
+    """The outlier ruins the weights before the checkpoint, and the only healthy copy is older."""
+    schedule = Schedule(saves_every=4, faults=(OUTLIERS, Injection("kill", 4, {"place": "training_step", "ms": 0})))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert die(schedule, tmp_path / "killed")
+        through = fit(schedule, make_faults(schedule), tmp_path / "through")
+        other = replace(schedule, clip=0.5) if is_other else schedule
+        differing = resume(other, through, tmp_path / "killed")
+    assert through.error is None
+    assert any(row.knob == "rollback" for row in through.callback.history)  # type: ignore[union-attr]
+    assert bool(differing) == is_other
+
+
+# ---- faults ----
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_an_optimizer_fault_leaves_no_hook_where_the_fit_ends_before_its_step(place: str, tmp_path: Path) -> None:
+    ending = Injection("step", 9, {"place": "backward"})
+    schedule = Schedule(faults=(ending, Injection("optimizer", 9, {"place": place})))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = run(schedule, tmp_path)
+    assert report.struck == 2
+    assert report.violations == []
+
+
+@pytest.mark.parametrize(("accumulate", "is_uncounted"), [(1, True), (2, False)])
+def test_a_batch_without_loss_is_a_window_only_where_nothing_accumulates(accumulate: int, is_uncounted: bool) -> None:
+    class Now:
+        accumulate_grad_batches = accumulate
+
+    fault = struck("no loss", 3)
+    assert fault.on_batch(3, [torch.ones(1)], Now()) is None  # type: ignore[arg-type]
+    assert bool(list(fault.complaints(Evidence(Setting(), [fault])))) == is_uncounted
 
 
 # ---- shrinking ----

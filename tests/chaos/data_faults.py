@@ -157,15 +157,17 @@ class NoLoss(Fault):
 
     survives_restart: ClassVar[bool] = True
     leaves_out: ClassVar[bool] = True
+    accumulate = 1  # in force where it struck, which a request may have changed
 
     def on_batch(self, index: int, batch: Any, trainer: Trainer) -> Any:
         super().on_batch(index, batch, trainer)
         if index != self.batch:
             return batch
         self.strike()
+        self.accumulate = int(trainer.accumulate_grad_batches)
         return None
 
     def complaints(self, evidence: Evidence) -> Iterator[str]:
-        is_whole_window = evidence.setting.accumulate == 1 and evidence.setting.model != "gan"
+        is_whole_window = self.accumulate == 1 and evidence.setting.model != "gan"
         if self.struck and is_whole_window and evidence.error is None and not evidence.user_skipped:
             yield "a window without a loss was not counted as skipped by the user"

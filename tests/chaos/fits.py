@@ -50,6 +50,7 @@ class Sabotage:
         self.faults = faults
         self.scene = scene
         self.readings: list[Reading] = []
+        self.losses: list[tuple[int, float]] = []  # with their windows
         self.index = -1
         self.trainer: Trainer
 
@@ -65,6 +66,7 @@ class Sabotage:
     def on_loss(self, index: int, loss: Tensor) -> Tensor:
         for fault in self.faults:
             loss = fault.on_loss(index, loss)
+        self.losses.append((self.scene.window, float(loss.detach())))
         return loss
 
     def _read(self) -> None:

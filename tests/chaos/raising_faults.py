@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from tests.chaos.fault import Effect, Fault
 from tests.chaos.features import HAS_MEMORY_RECOVERY
@@ -105,10 +106,16 @@ class OptimizerRaises(Fault):
 
     effect = Effect.ANY
     ends_fit: ClassVar[bool] = True
+    _handle: RemovableHandle | None = None
 
     @classmethod
     def draw(cls, chance: random.Random, setting: Setting) -> dict[str, Any]:
         return {"place": chance.choice(("before", "after"))}
+
+    def detach(self) -> None:
+        if self._handle is not None:  # the fit may have ended before the optimizer's step
+            self._handle.remove()
+            self._handle = None
 
     def on_batch(self, index: int, batch: Any, trainer: Trainer) -> Any:
         super().on_batch(index, batch, trainer)
@@ -122,7 +129,7 @@ class OptimizerRaises(Fault):
         return batch
 
     def _raise(self, *args: Any) -> None:
-        self._handle.remove()
+        self.detach()
         self.throw(RuntimeError("injected into the optimizer"))
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoprec import AutoPrecisionCallback, NonFiniteTrainingError
+from autoprec import AutoPrecisionCallback, Decision, NonFiniteTrainingError
 from tests.chaos.control_faults import BadController, Erratic
 from tests.chaos.fault import Effect, Fault
 from tests.chaos.faults import FAULTS
@@ -273,6 +273,12 @@ def resume(schedule: Schedule, through: Fit, folder: Path) -> list[str]:
     """Goes on from the newest checkpoint of the killed process; returns where it ends otherwise than the whole run."""
     files = checkpoints(folder)
     resumed = fit(schedule, make_faults(schedule), folder, resume=files[-1] if files else None)
+    if files and through.callback is not None:
+        saved = torch.load(files[-1], weights_only=True)["AutoPrecision"]
+        end = missing_copy(list(through.callback.history), saved)
+        if end is not None:  # the resumed run has to go another way from there on
+            windows = range(saved["window"], end)
+            return differences(_course(through, windows), _course(resumed, windows), "before going back")
     if resumed.error is not None or through.error is not None:
         same = type(resumed.error) is type(through.error)
         return [] if same else [f"{resumed.error!r} instead of {through.error!r}"]
@@ -282,6 +288,31 @@ def resume(schedule: Schedule, through: Fit, folder: Path) -> list[str]:
     if through.callback is not None and resumed.callback is not None:
         found += differences(_decided(through.callback), _decided(resumed.callback), "callback")
     return found
+
+
+def missing_copy(history: Sequence[Decision], saved: Mapping[str, Any]) -> int | None:
+    """Window in which a run went back to a copy that is older than a checkpoint; copies are not in checkpoints.
+
+    Args:
+        history: The record of the run that was not killed.
+        saved: The state of autoprec in the checkpoint.
+    """
+    newest = saved["applied_steps"] - (saved["skipping_since"] is None)  # of copies made before windows were skipped
+    for row in history:
+        is_return = row.knob == "rollback" and row.outcome == "applied" and row.step >= saved["window"]
+        if is_return and isinstance(row.applied, int) and row.applied <= newest:
+            return row.step
+    return None
+
+
+def _course(found: Fit, windows: range) -> dict[str, Any]:
+    """What a run did until the last of the windows, and saw in each of them."""
+    assert found.callback is not None
+    # when a step was applied again is added to a row afterwards
+    rows = [replace(row, recovered_at=None).to_dict() for row in found.callback.history if row.step < windows.stop]
+    readings = [vars(reading) for reading in found.sabotage.readings if reading.window in windows]
+    losses = [each for each in found.sabotage.losses if each[0] in windows]
+    return {"history": rows, "knobs": readings, "losses": losses}
 
 
 def _decided(callback: AutoPrecisionCallback) -> dict[str, Any]:
