@@ -77,6 +77,8 @@ class Asking:
     Attributes:
         is_scripted: Whether it has something to say about single windows. Asking costs a copy of the random states,
             which steps without a script need not pay.
+        is_indifferent: Whether it is one of autoprec's own that ignores observations, so that none need be made: one
+            takes as long as a small step.
     """
 
     def __init__(self, controller: Controller, plugin: AutoPrecision) -> None:
@@ -86,7 +88,7 @@ class Asking:
         self._has_failed = False
         limit_s = plugin.settings.config.decision_timeout_s
         self._thread = QuestionThread("autoprec-policy", limit_s) if is_foreign(controller) else None
-        self._is_indifferent = self._thread is None and not controller.looks
+        self.is_indifferent = self._thread is None and not controller.looks
 
     def end(self) -> None:
         """Ends the controller's thread, if there is one; called when a fit is over."""
@@ -135,8 +137,6 @@ class Asking:
             run: The run's reading.
             masked: Knobs that cannot be moved.
         """
-        if self._is_indifferent:  # an observation takes as long as a small step
-            return Answer(None)
         observation = encode(units, run)  # nobody else reads it, so the controller may write to it
 
         def decision() -> Answer:

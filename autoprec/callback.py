@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 
 from autoprec.action import Action
 from autoprec.asking import Answer, Asking
-from autoprec.collect import find_unoffered, read_globals, read_units, record_unoffered
+from autoprec.collect import Unoffered, find_unoffered, read_globals, read_units, record_unoffered
 from autoprec.config import AutoPrecisionConfig
 from autoprec.controller import Controller, resolve_policy
 from autoprec.history import History
@@ -362,15 +362,20 @@ class AutoPrecisionCallback(Callback):
         steering.coupling.follow_noise_scale(steering.telemetry.noise)
         steering.costs.update(lambda step_s: expected_training_s(trainer, steering.window, step_s))
         unoffered = find_unoffered(knobs, steering.telemetry, steering.costs)
+        record_unoffered(knobs, steering.telemetry, steering.costs, steering.window, unoffered)
+        if not self._asking.is_indifferent:
+            self._ask(trainer, unoffered)
+        steering.telemetry.start_window()
+
+    def _ask(self, trainer: pl.Trainer, unoffered: Unoffered) -> None:
+        steering, knobs = self._fit, self._fit.knobs
         units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered, steering.costs)
         run = read_globals(knobs, steering.telemetry, progress(trainer), self._load)
-        record_unoffered(knobs, steering.telemetry, steering.costs, steering.window, unoffered)
         if self.controller.needs_facts:
             self._asking.note_facts(
                 read_facts(steering, {unit.name: unit.legal for unit in units}, steering.costs.table or None)
             )
         self._apply(self._asking.decide(units, run, knobs.masked), f"policy {self.controller.name!r}")
-        steering.telemetry.start_window()
 
     def _apply(self, answer: Answer, why: str) -> None:
         if answer.action is not None and not answer.action.is_empty:

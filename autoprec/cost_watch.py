@@ -103,7 +103,7 @@ class CostWatch:
         """
         is_enabled = self.is_asked or (self._config.enabled == "auto" and looks)
         self.is_wanted = is_enabled and not self._unit_formats.is_masked
-        self.sees_calls = (is_enabled or looks) and not self._unit_formats.is_masked
+        self.sees_calls = (self.is_asked or looks) and not self._unit_formats.is_masked
         # same seed, same bits: no clock is read
         self._is_timed = self.is_wanted and not torch.are_deterministic_algorithms_enabled()
 

@@ -27,10 +27,11 @@ from typing import Any
 
 import torch
 
+from autoprec.json_files import read_json, write_json
 from autoprec.machine import circumstances
 from autoprec.paired import paired_difference, verdict
 from benchmarks.convergence_runs import ARMS, CLIP_NORM, POINTS, TASKS, Task, run
-from benchmarks.store import RESULTS, ROOT, numerics_digest, read_json, write_json
+from benchmarks.store import RESULTS, ROOT, numerics_digest
 
 SUMMARY = ROOT / "docs" / "convergence.json"
 SEEDS = 6

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from autoprec.json_files import read_json, write_json
 from autoprec.machine import circumstances
 from benchmarks.convergence import progress
 from benchmarks.divergence_recipes import RECIPES, Recipe
@@ -33,7 +34,7 @@ from benchmarks.divergence_report import figures, last_line, page_block, summari
 from benchmarks.divergence_runs import run
 from benchmarks.docs import put_between
 from benchmarks.report import as_text
-from benchmarks.store import RESULTS, ROOT, numerics_digest, read_json, write_json
+from benchmarks.store import RESULTS, ROOT, numerics_digest
 
 SUMMARY = ROOT / "docs" / "divergence.json"
 PAGE = ROOT / "docs" / "divergence.md"

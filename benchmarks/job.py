@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from autoprec.json_files import write_json
 from benchmarks.arms import ARMS, Arm
 from benchmarks.bare import measure_bare
 from benchmarks.fits import measure_fits
@@ -23,7 +24,7 @@ from benchmarks.machine import measure_machine, work_of
 from benchmarks.memory import measure_memory
 from benchmarks.ops import MODEL_SHAPES, ROW_TABLES
 from benchmarks.setups import in_setups
-from benchmarks.store import Job, write_json
+from benchmarks.store import Job
 from benchmarks.workloads import WORKLOADS
 
 

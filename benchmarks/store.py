@@ -122,28 +122,3 @@ def digest_of(files: Iterable[Path], root: Path) -> str:
     for file in sorted(files):
         digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file whole or not at all.
-
-    Args:
-        path: File to write. Its folder is made if it does not exist.
-        value: What JSON can hold.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.part")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)
-
-
-def read_json(path: Path) -> Any:
-    """Returns what a file holds, ``None`` where there is none or it is damaged.
-
-    Args:
-        path: File to read.
-    """
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None

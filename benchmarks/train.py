@@ -24,11 +24,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from autoprec.json_files import read_json, write_json
 from benchmarks.arms import ARMS
 from benchmarks.docs import write_docs
 from benchmarks.figures import Findings, last_line
 from benchmarks.report import as_text, machine_line, tables
-from benchmarks.store import RESULTS, ROOT, Job, circumstances, read_json, write_json
+from benchmarks.store import RESULTS, ROOT, Job, circumstances
 from benchmarks.targets import judge
 from benchmarks.workloads import MALLOC_ROWS, MEMORY_ROWS, WORKLOADS
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autoprec.json_files import read_json, write_json
 from benchmarks import docs, overhead, store, train
 from benchmarks.arms import ARMS, Arm
 from benchmarks.bare import HAND, measure_bare
@@ -385,7 +386,7 @@ def test_an_interrupted_run_goes_on(
             raise interruptions.pop()
         measured.append(fields["row"])
         laps = step_result(fields["row"], "trainer", **{str(arm): 1.0 for arm in fields["arms"]})
-        store.write_json(Path(command[-1]), {**laps, "job": fields})
+        write_json(Path(command[-1]), {**laps, "job": fields})
 
     monkeypatch.setattr(subprocess, "run", child)
     rows = ["mlp-128-64", "mlp-512-64", "mlp-512-512"]
@@ -405,11 +406,11 @@ def test_an_interrupted_run_goes_on(
 
 def test_a_damaged_result_is_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    assert store.read_json(path) is None
+    assert read_json(path) is None
     path.write_text('{"half')
-    assert store.read_json(path) is None
-    store.write_json(path, {"whole": 1})
-    assert store.read_json(path) == {"whole": 1}
+    assert read_json(path) is None
+    write_json(path, {"whole": 1})
+    assert read_json(path) == {"whole": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["result.json"]
 
 

@@ -14,9 +14,9 @@ from autoprec.compare.picture import draw
 from autoprec.compare.records import encoded
 from autoprec.compare.run import Result
 from autoprec.compare.settings import CompareSettings
-from autoprec.compare.store import write_json
 from autoprec.compare.table import render_table
 from autoprec.compare.verdict import Verdict, judge, summary_line
+from autoprec.json_files import write_json
 
 MARGIN_SHARE = 0.01
 """Part of the static arms' metric that counts as no difference where the user sets no margin."""
@@ -72,7 +72,7 @@ def write_report(result: Result, verdict: Verdict, folder: Path) -> None:
         verdict: What it says.
         folder: The folder of the comparison.
     """
-    write_json(folder / "comparison.json", document(result, verdict))
+    write_json(folder / "comparison.json", document(result, verdict), allow_nan=False)
     draw(result.comparison, verdict, folder / "comparison.png")
 
 

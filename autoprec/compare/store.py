@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 
 from autoprec.compare.records import Run
 from autoprec.compare.session import digests
+from autoprec.json_files import read_json, write_json
 
 _PARTS = ("settings.json", "plan.json", "comparison.json", "comparison.png", "runs", "outputs", "logs", "work")
 
@@ -74,7 +74,7 @@ class Store:
         """
         self.runs[stored.run.arm, stored.run.seed] = stored
         path = self.folder / "runs" / f"{slug(stored.run.arm, stored.run.seed)}.json"
-        write_json(path, {"run": stored.run.to_dict(), "extra": stored.extra})
+        write_json(path, {"run": stored.run.to_dict(), "extra": stored.extra}, allow_nan=False)
 
     def path(self, part: str, arm: str, seed: int, suffix: str = "") -> Path:
         """Returns the path of a file or folder of a run.
@@ -116,7 +116,7 @@ class Store:
 
     @plan.setter
     def plan(self, plan: dict[str, int]) -> None:
-        write_json(self.folder / "plan.json", plan)
+        write_json(self.folder / "plan.json", plan, allow_nan=False)
 
     def _forget(self) -> None:
         if not (self.folder / "settings.json").exists():
@@ -129,7 +129,7 @@ class Store:
         path = self.folder / "settings.json"
         found = read_json(path)
         if found is None:
-            write_json(path, identity)
+            write_json(path, identity, allow_nan=False)
             return
         other = sorted(name for name in {*found, *identity} if found.get(name) != identity.get(name))
         if other:
@@ -178,27 +178,3 @@ def slug(arm: str, seed: int) -> str:
     plain = re.sub(r"[^A-Za-z0-9.@_-]+", "-", arm)[-60:]
     mark = "" if plain == arm else "-" + hashlib.sha256(arm.encode()).hexdigest()[:6]
     return f"{plain}{mark}-seed{seed}"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a file whole or not at all.
-
-    Args:
-        path: File to write.
-        value: What JSON can hold.
-    """
-    partial = path.with_suffix(f".{os.getpid()}.part")
-    partial.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
-    partial.replace(path)
-
-
-def read_json(path: Path) -> Any:
-    """Returns what a file holds, ``None`` where there is none or it is damaged.
-
-    Args:
-        path: File to read.
-    """
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
