@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from autoprec import onednn
 from autoprec.attention_product import attend
-from autoprec.implementations import error_of
+from autoprec.calibration.layer_runs import relative_error
 from autoprec.layouts import find_containers, swapped
 from benchmarks.timing import measure
 
@@ -41,7 +41,7 @@ def _errors(chosen: Callable[..., Tensor], usual: Callable[..., Tensor], leaves:
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     exact = _pulled(usual, wide, grad.double())
     worst = [
-        max(error_of(one, truth) for one, truth in zip(_pulled(run, leaves, grad), exact, strict=True))
+        max(relative_error(one, truth) for one, truth in zip(_pulled(run, leaves, grad), exact, strict=True))
         for run in (chosen, usual)
     ]
     return f"{worst[0]:.1e} / {worst[1]:.1e}"

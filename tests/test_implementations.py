@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from autoprec import onednn
-from autoprec.implementations import candidates, check, error_of, is_exact_enough, is_linear_exact_enough
+from autoprec.implementations import candidates, check
 from autoprec.layers import set_format
 from autoprec.runners import make_runner
+from tests.exactness import error_of, is_exact_enough, is_linear_exact_enough
 from tests.steered import attached, steered
 
 needs_onednn = pytest.mark.skipif(not onednn.is_available(), reason="this torch has no oneDNN linear")

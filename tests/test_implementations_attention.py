@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from autoprec import attention
 from autoprec.attention import AttentionSignature, example, saved_bytes
 from autoprec.attention_product import attend
-from autoprec.implementations import is_attention_exact_enough, is_exact_enough
 from autoprec.layers import Runtime
+from tests.exactness import is_attention_exact_enough, is_exact_enough
 
 BUILTIN: Any = F.scaled_dot_product_attention
 SOME: Any = attend
