@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from autoprec import AutoPrecisionCallback, ops
+from autoprec import AutoPrecisionCallback, AutoPrecisionConfig, CalibrationConfig, ops
 from autoprec.controller import MapController
 from benchmarks.workloads import MakeOptimizer, Workload
 
@@ -118,11 +118,20 @@ def _default(workload: Workload) -> Callback:
     return AutoPrecisionCallback(verbose=False)
 
 
+def _measured(workload: Workload) -> Callback:
+    return AutoPrecisionCallback(config=_CALIBRATED, verbose=False)
+
+
+def _fp32_measured(workload: Workload) -> Callback:
+    return AutoPrecisionCallback("fixed:fp32", config=_CALIBRATED, verbose=False)
+
+
 def _int8(workload: Workload) -> Callback:
     return AutoPrecisionCallback(MapController(workload.int8), verbose=False)
 
 
 _fused = partial(AdamW, fused=True)
+_CALIBRATED = AutoPrecisionConfig(calibration=CalibrationConfig(enabled=True))
 
 ARMS = {
     arm.name: arm
@@ -142,6 +151,8 @@ ARMS = {
         Arm("fp32_medium", "the same with float32 matmul precision 'medium'", "32-true", _fused, matmul="medium"),
         Arm("ours", "bf16-mixed, clipping, default AdamW, policy 'fixed:bf16'", "bf16-mixed", callback=_fixed),
         Arm("ours_default", "the same with the default policy", "bf16-mixed", callback=_default),
+        Arm("ours_measured", "the same, layers and attention timed first", "bf16-mixed", callback=_measured),
+        Arm("fp32_measured", "arm fp32 with measured implementations", "32-true", _fused, callback=_fp32_measured),
         Arm("ours_int8", "the same with large linear layers in int8", "bf16-mixed", callback=_int8),
     )
 }

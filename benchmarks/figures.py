@@ -237,12 +237,16 @@ def _step_figures(row: RowTimes) -> Figures:
         ("vs_amp_clip", "amp_clip", "ours"),
         ("vs_amp_fused", "amp_fused", "ours"),
         ("int8_vs_ours", "ours", "ours_int8"),
+        ("measured_vs_amp_clip", "amp_clip", "ours_measured"),
+        ("fp32_measured_vs_fp32", "fp32", "fp32_measured"),
     ):
         value = row.speed_up(over, arm)
         if value is not None:
             found[name, row.name] = value.value
     if row.static:
         found["vs_best_static", row.name] = min(value.value for value in row.static.values())
+        measured = [row.speed_up(arm, "ours_measured") for arm in row.static]
+        found["measured_vs_best_static", row.name] = min((m.value for m in measured if m is not None), default=math.nan)
     shares = row.grad_stats_share()
     if shares:
         found["grad_stats_share", row.name] = shares["fp32"]
@@ -259,6 +263,8 @@ def _summaries(figures: Figures) -> Figures:
         ("vs_amp_fused", "geomean", models, geomean),
         ("vs_amp_fused", "worst", models, min),
         ("vs_best_static", "worst", models, min),
+        ("measured_vs_amp_clip", "geomean", models, geomean),
+        ("measured_vs_best_static", "worst", models, min),
         ("grad_stats_vs_clip", "median", MODEL_SHAPES, statistics.median),
         ("grad_stats_vs_clip", "worst", MODEL_SHAPES, max),
         ("fused_step_vs_torch", "worst", MODEL_SHAPES, min),

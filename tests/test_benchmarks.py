@@ -64,7 +64,9 @@ MACHINE = {
 def whole_run() -> list[dict[str, Any]]:
     """Results of every job that the last line needs: ours takes 2 ms, the best static arm 1.9."""
     found = [{"job": dataclasses.asdict(Job("machine", "peaks")), **MACHINE}]
-    found += [step_result(row, amp_clip=3.0, amp_fused=1.9, amp_kernel=1.0, ours=2.0) for row in WORKLOADS]
+    measured = {"fp32": 4.0, "ours_measured": 1.9 / 1.2, "fp32_measured": 3.6}
+    steps = {"amp_clip": 3.0, "amp_fused": 1.9, "amp_kernel": 1.0, "ours": 2.0, **measured}
+    found += [step_result(row, **steps) for row in WORKLOADS]
     for kind, values in (
         ("grad_stats", {"MB": 1.0, "clip us": 100.0, "fp32 us": 50.0, "fp32 vs clip": 0.5}),
         ("step", {"M": 1.0, "torch ms": 9.0, "bf16 grads": 2.5, "bare AdamW": 1.1}),
@@ -164,7 +166,7 @@ def tiny_fits() -> dict[str, Any]:
 def test_every_arm_has_a_lap_for_each_round(tiny_fits: dict[str, Any]) -> None:
     assert set(tiny_fits["laps"]) == set(ARMS) - {"ours_int8"}
     assert {len(laps) for laps in (*tiny_fits["laps"].values(), *tiny_fits["grad_stats"].values())} == {2}
-    assert set(tiny_fits["formats"]) == {"ours", "ours_default"}
+    assert set(tiny_fits["formats"]) == {name for name, arm in ARMS.items() if arm.callback} - {"ours_int8"}
     assert set(tiny_fits["formats"]["ours"].values()) == {"bf16"}
 
 
@@ -308,6 +310,13 @@ def test_a_part_of_the_rows_has_no_mean() -> None:
 def test_a_control_is_not_the_best_static_arm() -> None:
     figures = Findings(whole_run()).figures()
     assert figures["vs_best_static", "cnn-32"] == pytest.approx(0.95)
+
+
+def test_measured_choices_have_figures_of_their_own() -> None:
+    figures = Findings(whole_run()).figures()
+    assert figures["measured_vs_amp_clip", "geomean"] == pytest.approx(3.0 * 1.2 / 1.9)
+    assert figures["measured_vs_best_static", "worst"] == pytest.approx(1.2)
+    assert figures["fp32_measured_vs_fp32", "gpt-6-512"] == pytest.approx(4.0 / 3.6)
 
 
 def test_targets_stand_beside_figures() -> None:

@@ -9,6 +9,7 @@ import torch
 from autoprec.resident_memory import (
     high_water_bytes,
     peak_resident_bytes,
+    release_free_memory,
     reset_high_water,
     resident_bytes,
 )
@@ -38,6 +39,7 @@ class PeakMemory:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return self
+        release_free_memory()
         self._is_reset = reset_high_water()
         self._before = resident_bytes() if self._is_reset else peak_resident_bytes()
         return self
