@@ -54,6 +54,7 @@ class Distribution(BaseModel):
         table_error: Deviation of a wrong cost, log2.
         costly_probes: Share of the tasks in which looking at errors costs time.
         probe_cost: What a look then costs, in fp32 steps.
+        time_noise: Relative standard deviation of a measured step time. Charged times are exact.
         lr_bits: Deviation of the learning rate, log2.
         label_noise: Share of wrong labels; late tasks have a tenth.
         loss_decades: Magnitude of the loss, log10.
@@ -81,6 +82,7 @@ class Distribution(BaseModel):
     table_error: float = 0.7
     costly_probes: float = 0.3
     probe_cost: Range = Range(low=0.5, high=2.0)
+    time_noise: float = Field(default=0.02, ge=0.0, le=0.5)
     lr_bits: Range = Range(low=-1.5, high=1.0)
     label_noise: Range = Range(low=0.0, high=0.3)
     loss_decades: Range = Range(low=-6.0, high=1.0)
@@ -161,6 +163,7 @@ class Task:
         switch_cost: Time of giving a layer another format, in fp32 steps.
         probe_cost: Time of looking at errors, in fp32 steps.
         probe_every: Decisions from one look to the next, as a run does it unasked.
+        time_noise: Relative standard deviation of a measured step time.
         ladder: Formats that may be used, from wide to narrow, as indices in ``FORMATS``.
         lr: Learning rate.
         warmup: Share of the budget in which it rises.
@@ -187,6 +190,7 @@ class Task:
     switch_cost: float
     probe_cost: float
     probe_every: int
+    time_noise: float
     ladder: tuple[int, ...]
     lr: float
     warmup: float
@@ -310,6 +314,7 @@ def _draw_hardware(rng: np.random.Generator, distribution: Distribution, share: 
         "switch_cost": profile.switch_cost,
         "probe_cost": _uniform(rng, distribution.probe_cost) if is_costly else 0.0,
         "probe_every": 4 if is_costly else 1,
+        "time_noise": distribution.time_noise,
     }
 
 

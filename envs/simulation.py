@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoprec.encoding import CLIP_MULTIPLIERS
-from autoprec.envs.costs import Charges, learning_rate
+from autoprec.envs.costs import Charges, learning_rate, measured
 from autoprec.envs.engine import FORMATS, MAX_STEPS, Engine
 from autoprec.envs.proxies import BASE_BATCH, BATCH_SIZES, MAX_LEVELS, Task, nominal_costs
 
@@ -48,6 +48,9 @@ class Simulation:
         self.is_table_known = np.ones(runs, dtype=bool)
         self.ladder = np.full((runs, MAX_LEVELS), -1)
         self.budget, self.steps, self.time, self.last_time = np.ones((4, runs))
+        self.measured_time, self.time_noise = np.ones((2, runs))
+        """Step time of the last window as a clock shows it, and the relative deviation of clocks."""
+        self.seeds = np.zeros(runs, dtype=np.uint64)
         self.level, self.last_formats = np.zeros((2, *shape), dtype=np.int64)
         self.batch_index, self.clip_index = np.zeros((2, runs), dtype=np.int64)
         self.loss_scale, self.loss, self.first_loss, self.first_step_time = np.ones((4, runs))
@@ -100,7 +103,7 @@ class Simulation:
         first = self.engine.run()["evaluation_loss"].astype(float)
         self.loss[~rest] = self.first_loss[~rest] = first[~rest]
         self._run(np.where(rest, 0, 1), is_probing=~rest)
-        self.first_step_time[~rest] = self.last_time[~rest]
+        self.first_step_time[~rest] = self.measured_time[~rest]
         self.windows[rest] = kept
 
     def advance(self, active: Array | None = None) -> None:
@@ -142,6 +145,7 @@ class Simulation:
         self.ladder[index] = -1
         self.ladder[index, : len(task.ladder)] = task.ladder
         self.budget[index], self.steps[index] = task.budget, task.steps
+        self.time_noise[index], self.seeds[index] = task.time_noise, task.seed
         for name in ("time", "level", "since_probe", "since_change", "last_formats", "growth_interval"):
             getattr(self, name)[index] = 0
         self.batch_index[index], self.clip_index[index], self.loss_scale[index] = BASE_BATCH, _LAST_CLIP, 1.0
@@ -162,6 +166,8 @@ class Simulation:
         self.engine.run()
         self.time = self.time + spent
         self.last_time = np.where(runs, step_time, self.last_time)
+        clock = measured(step_time, self.time_noise, self.seeds, self.windows["total_steps"])
+        self.measured_time = np.where(runs, clock, self.measured_time)
         self.loss_scale = np.where(runs, self.windows["loss_scale"], self.loss_scale)
         self.loss = np.where(runs, self.windows["evaluation_loss"], self.loss)
         self._remember(steps, is_probing)

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from autoprec.envs import twins
-from autoprec.envs.costs import Charges, learning_rate
+from autoprec.envs.costs import Charges, learning_rate, measured
 from autoprec.envs.engine import FORMATS, Engine
 from autoprec.envs.profiles import NOMINAL, PROFILES, Profile
 from autoprec.envs.proxies import BANKS, BASE_BATCH, BATCH_SIZES, Bank, Distribution, Task, draw_task
@@ -137,6 +137,18 @@ def test_elasticity_is_per_sample_and_ends_with_the_range() -> None:
     doubled = table.elasticity(formats, np.array([2]), np.array([3]))[0]
     assert doubled == pytest.approx(per_sample[3] / per_sample[2] - 1.0)
     assert np.isnan(table.elasticity(formats, np.array([4]), np.array([5]))[0])
+
+
+def test_a_clock_errs_by_its_noise_and_always_in_the_same_way() -> None:
+    steps, seeds = np.arange(20_000), np.full(20_000, 7)
+    one = np.full(20_000, 3.0)
+    seen = measured(one, 0.02 * one / 3.0, seeds, steps)
+    assert seen.mean() == pytest.approx(3.0, rel=1e-3)
+    assert seen.std() / seen.mean() == pytest.approx(0.02, rel=0.03)
+    assert abs(np.corrcoef(seen[1:], seen[:-1])[0, 1]) < 0.03
+    np.testing.assert_array_equal(seen[:50], measured(one[:50], np.full(50, 0.02), seeds[:50], steps[:50]))
+    assert abs(np.corrcoef(seen, measured(one, 0.02 * one / 3.0, seeds + 1, steps))[0, 1]) < 0.03
+    np.testing.assert_array_equal(measured(one, 0.0 * one, seeds, steps), one)
 
 
 def test_profiles_are_five_and_complete() -> None:
