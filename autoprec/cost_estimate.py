@@ -125,6 +125,7 @@ class CostEstimate:
 
     @property
     def saving(self) -> Array:
+        """``[runs, units, levels]``: see the class."""
         runs, units, levels = self._shape
         known = self._mean[:, : self._free].reshape(runs, units, levels - 1)
         return np.concatenate([np.zeros((runs, units, 1)), known], axis=2)
@@ -178,8 +179,8 @@ class CostEstimate:
 def _costs_after_table(guess: Array, table: Array, is_unit: Array) -> tuple[Array, Array]:
     """What a format costs relative to the first: the guess, corrected by as much of the table as can be believed.
 
-    Errors of a table are independent of each other, while what a format costs is much the same for all units. So a
-    table whose entries differ from unit to unit by more than units do has errors, and its mean tells more than an entry.
+    Errors of a table are independent of each other, while what a format costs is much the same for all units. So where
+    entries differ from unit to unit by more than units do, the table has errors, and a mean tells more than an entry.
 
     Returns:
         Means ``[n, units, levels]`` and covariances ``[n, levels - 1, units, units]``.

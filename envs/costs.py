@@ -16,7 +16,7 @@ from autoprec.envs.proxies import BASE_BATCH, BATCH_SIZES, Task
 
 Array = NDArray[Any]
 
-_EXACT_SD = 1e-3
+_EXACT_SD = 0.02
 
 
 @dataclass
@@ -128,10 +128,30 @@ def _step_times(overhead: Array, exponent: Array) -> StepTimes:
 @cache
 def _guessed_step_times() -> StepTimes:
     """Over all overheads and exponents that hardware might have."""
-    overhead, exponent = np.meshgrid(*(np.linspace(r.low, r.high, 9) for r in (NOMINAL.overhead, NOMINAL.batch_exponent)))
+    ranges = (NOMINAL.overhead, NOMINAL.batch_exponent)
+    overhead, exponent = np.meshgrid(*(np.linspace(each.low, each.high, 9) for each in ranges))
     each = _step_times(overhead.ravel(), exponent.ravel())
     covariance = np.cov(each.times.T) + np.eye(len(BATCH_SIZES)) * _EXACT_SD**2
     return StepTimes(times=each.times.mean(axis=0), covariance=covariance, growth=each.growth.mean(axis=0))
+
+
+def measured(step_time: Array, noise: Array, seed: Array, step: Array) -> Array:
+    """Returns what a clock says of step times: about them, always the same at one step of a task.
+
+    Args:
+        step_time: ``[runs]``: the true one.
+        noise: ``[runs]``: relative standard deviation.
+        seed: ``[runs]``: seeds of the tasks.
+        step: ``[runs]``: steps that each training has taken.
+    """
+    word = seed.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03) + step.astype(np.uint64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the finaliser of splitmix64
+        word = (word ^ (word >> np.uint64(shift))) * np.uint64(factor)
+    word ^= word >> np.uint64(31)
+    total = sum((word >> np.uint64(shift)) & np.uint64(0xFFFF) for shift in (0, 16, 32, 48))
+    normal = (np.asarray(total, dtype=np.float64) - 2.0 * 65535.0) / (65536.0 / np.sqrt(3.0))  # four uniform numbers
+    time: Array = step_time * np.maximum(1.0 + noise * normal, 0.1)
+    return time
 
 
 def learning_rate(tasks: Sequence[Task], share: Array) -> Array:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from autoprec.envs.baselines import Choose, Constant, RandomMoves, Scores, Switched, Table, play
 from autoprec.envs.engine import FORMATS
-from autoprec.envs.profiles import PROFILES
 from autoprec.envs.proxies import Task
 from autoprec.envs.simulation import Simulation
 from autoprec.envs.twins import Twin
@@ -70,7 +69,8 @@ def hardware_decides(tasks: Tasks) -> Iterator[Gate]:
     gain = play(tasks, Constant(format="bf16")).score - play(tasks, Constant(format="fp32")).score
     relative = np.array([task.cost[:, FORMATS.index("bf16")].sum() for task, _ in tasks])
     cheaper, dearer = _mean(gain[relative < 1.0]), _mean(gain[relative > 1.0])
-    by_profile = (f"{name} {_mean(gain[[task.profile == name for task, _ in tasks]]):+.3f}" for name in PROFILES)
+    profiles = np.array([task.profile for task, _ in tasks])
+    by_profile = (f"{name} {_mean(gain[profiles == name]):+.3f}" for name in sorted(set(profiles)))
     text = f"cheaper {cheaper:+.3f}, dearer {dearer:+.3f}; by profile " + ", ".join(by_profile)
     yield Gate("bf16 beats fp32 exactly where it is cheaper", cheaper > 0 > dearer, text)
 

@@ -149,7 +149,7 @@ def _run_columns(s: Simulation, can_lower: Array, can_raise: Array) -> RunColumn
         noise_scale_error=np.zeros(len(s)),
         memory_share=unknown,
         utilization=unknown,
-        step_time_bits=np.log2(s.last_time / s.first_step_time),
+        step_time_bits=np.log2(s.measured_time / s.first_step_time),
         learning_rate_bits=np.log2(s.learning_rate / s.largest_learning_rate),
         is_adaptive=np.array([task.spec["optimizer"] != 0 for task in s.tasks]),
         can_lower=can_lower,

@@ -1,4 +1,7 @@
-"""Hardware profiles: what a format costs relative to fp32, as data. Placeholders for a database of real devices."""
+"""Hardware profiles: what a format costs relative to fp32, as data, and kinds of hardware made by hand.
+
+The kinds are archetypes that span what hardware can reward; real devices are in ``devices``.
+"""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from autoprec.envs.architectures import ARCHITECTURES, INPUT_WIDTH, Graph, multiplications
+from autoprec.envs.devices import DEVICES, LAYER_WIDTHS, profile_of
 from autoprec.envs.engine import EVENTS, FORMATS, MAX_EVENTS, MAX_UNITS, OPTIMIZERS, SPEC
 from autoprec.envs.profiles import NOMINAL, PROFILES, Profile, Range
 from autoprec.readings import LAYER_KINDS
@@ -51,9 +52,13 @@ class Distribution(BaseModel):
         tables: Weight of each of ``TABLES``.
         ladders: Weight of each of ``LADDERS``; late tasks take the last three only.
         profiles: Kinds of hardware, equally likely.
+        devices: Real devices, equally likely.
+        device_share: Share of the tasks that run on a real device.
+        layer_widths: Widths of layers that a real device is profiled with, equally likely.
         table_error: Deviation of a wrong cost, log2.
         costly_probes: Share of the tasks in which looking at errors costs time.
         probe_cost: What a look then costs, in fp32 steps.
+        time_noise: Relative standard deviation of a measured step time. Charged times are exact.
         lr_bits: Deviation of the learning rate, log2.
         label_noise: Share of wrong labels; late tasks have a tenth.
         loss_decades: Magnitude of the loss, log10.
@@ -78,9 +83,13 @@ class Distribution(BaseModel):
     tables: tuple[float, float, float] = (0.5, 0.25, 0.25)
     ladders: tuple[float, ...] = (0.4, 0.2, 0.15, 0.15, 0.1)
     profiles: tuple[str, ...] = tuple(PROFILES)
+    devices: tuple[str, ...] = tuple(DEVICES)
+    device_share: float = Field(default=0.5, ge=0.0, le=1.0)
+    layer_widths: tuple[int, ...] = LAYER_WIDTHS
     table_error: float = 0.7
     costly_probes: float = 0.3
     probe_cost: Range = Range(low=0.5, high=2.0)
+    time_noise: float = Field(default=0.02, ge=0.0, le=0.5)
     lr_bits: Range = Range(low=-1.5, high=1.0)
     label_noise: Range = Range(low=0.0, high=0.3)
     loss_decades: Range = Range(low=-6.0, high=1.0)
@@ -95,13 +104,15 @@ class Distribution(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Distribution:
-        known = {"architectures": ARCHITECTURES, "optimizers": OPTIMIZERS, "profiles": PROFILES}
+        known = {"architectures": ARCHITECTURES, "optimizers": OPTIMIZERS, "profiles": PROFILES, "devices": DEVICES}
         for name, allowed in known.items():
             unknown = [value for value in getattr(self, name) if value not in allowed]
             if unknown or not getattr(self, name):
                 raise ValueError(f"Passed `{name}={getattr(self, name)}`. Choose at least one of {sorted(allowed)}.")
         if any(width % 32 and width % 16 for width in self.widths) or min(self.widths) < 32:
             raise ValueError(f"Passed `widths={self.widths}`. Widths are multiples of 16 from 32 on.")
+        if not self.layer_widths or min(self.layer_widths) < 1:
+            raise ValueError(f"Passed `layer_widths={self.layer_widths}`. Give one width at least, each 1 or more.")
         if not all(self.families(units) for units in self.units) or max(self.units) > MAX_UNITS:
             raise ValueError(f"Passed `units={self.units}`. One of them fits none of {self.architectures}.")
         return self
@@ -120,9 +131,18 @@ class Distribution(BaseModel):
         units = tuple(count for count in self.units if count in ARCHITECTURES[architecture].units)
         return self.model_copy(update={"architectures": {architecture: 1.0}, "units": units})
 
+    def on(self, hardware: str) -> Distribution:
+        """Returns the same distribution on one kind of hardware or one real device alone."""
+        if hardware in DEVICES:
+            return self.model_copy(update={"devices": (hardware,), "device_share": 1.0})
+        return self.model_copy(update={"profiles": (profile_of(hardware).name,), "device_share": 0.0})
+
     def digest(self) -> str:
-        """Returns a short name of everything that tasks depend on."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+        """Returns a short name of everything that tasks depend on, the numbers of the profiles included."""
+        on_devices = (profile_of(name, width) for name in self.devices for width in self.layer_widths)
+        profiles = (*map(profile_of, self.profiles), *on_devices)
+        text = "".join((self.model_dump_json(), *(profile.model_dump_json() for profile in profiles)))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 DEEP = Distribution(units=(8, 10), architectures={"mlp": 0.8, "transformer": 0.2})
@@ -147,7 +167,7 @@ class Task:
         architecture: Name of the family.
         regime: One of ``REGIMES``.
         table_kind: One of ``TABLES``.
-        profile: Kind of hardware.
+        profile: Kind of hardware, or real device.
         spec: A record for the engine.
         kinds: Kind of each unit, an index in ``LAYER_KINDS``.
         depth: Place of each unit, 0 to 1.
@@ -160,6 +180,7 @@ class Task:
         cast_cost: Compute of a change of format between neighbours.
         switch_cost: Time of giving a layer another format, in fp32 steps.
         probe_cost: Time of looking at errors, in fp32 steps.
+        time_noise: Relative standard deviation of a measured step time.
         ladder: Formats that may be used, from wide to narrow, as indices in ``FORMATS``.
         lr: Learning rate.
         warmup: Share of the budget in which it rises.
@@ -185,6 +206,7 @@ class Task:
     cast_cost: float
     switch_cost: float
     probe_cost: float
+    time_noise: float
     ladder: tuple[int, ...]
     lr: float
     warmup: float
@@ -288,7 +310,7 @@ def _draw_ladder(rng: np.random.Generator, distribution: Distribution, is_late: 
 
 
 def _draw_hardware(rng: np.random.Generator, distribution: Distribution, share: NDArray[np.float64]) -> dict[str, Any]:
-    profile: Profile = PROFILES[str(rng.choice(distribution.profiles))]
+    profile = _draw_profile(rng, distribution)
     jitter = 1.0 + profile.jitter * rng.uniform(-1.0, 1.0, (len(share), len(FORMATS)))
     jitter[:, 0] = 1.0
     cost = share[:, None] * np.array(profile.costs()) * jitter
@@ -307,7 +329,14 @@ def _draw_hardware(rng: np.random.Generator, distribution: Distribution, share: 
         "cast_cost": profile.cast_cost,
         "switch_cost": profile.switch_cost,
         "probe_cost": _uniform(rng, distribution.probe_cost) if is_costly else 0.0,
+        "time_noise": distribution.time_noise,
     }
+
+
+def _draw_profile(rng: np.random.Generator, distribution: Distribution) -> Profile:
+    if distribution.device_share > 0.0 and rng.random() < distribution.device_share:
+        return profile_of(str(rng.choice(distribution.devices)), int(rng.choice(distribution.layer_widths)))
+    return profile_of(str(rng.choice(distribution.profiles)))
 
 
 def nominal_costs(share: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from autoprec.cost_estimate import CostEstimate
 from autoprec.encoding import CLIP_MULTIPLIERS
-from autoprec.envs.costs import Charges, begin_estimate, learning_rate
+from autoprec.envs.costs import Charges, begin_estimate, learning_rate, measured
 from autoprec.envs.engine import FORMATS, MAX_STEPS, Engine
 from autoprec.envs.profiles import NOMINAL
 from autoprec.envs.proxies import BASE_BATCH, BATCH_SIZES, MAX_LEVELS, Task, nominal_costs
@@ -47,10 +47,12 @@ class Simulation:
         shape = (runs, units)
         self.charges = Charges(np.zeros((*shape, len(FORMATS))), self.is_unit, *np.ones((3, runs)))
         self.table = Charges(np.zeros((*shape, len(FORMATS))), self.is_unit, *np.ones((3, runs)))
-        self.is_table_known = np.ones(runs, dtype=bool)
         self.estimate = CostEstimate(runs, units, MAX_LEVELS, len(BATCH_SIZES))
         self.ladder = np.full((runs, MAX_LEVELS), -1)
         self.budget, self.steps, self.time, self.last_time = np.ones((4, runs))
+        self.measured_time, self.time_noise = np.ones((2, runs))
+        """Step time of the last window as a clock shows it, and the relative deviation of clocks."""
+        self.seeds = np.zeros(runs, dtype=np.uint64)
         self.level, self.last_formats = np.zeros((2, *shape), dtype=np.int64)
         self.batch_index, self.clip_index = np.zeros((2, runs), dtype=np.int64)
         self.loss_scale, self.loss, self.first_loss, self.first_step_time = np.ones((4, runs))
@@ -105,7 +107,7 @@ class Simulation:
         first = self.engine.run()["evaluation_loss"].astype(float)
         self.loss[~rest] = self.first_loss[~rest] = first[~rest]
         self._run(np.where(rest, 0, 1), is_probing=~rest)
-        self.first_step_time[~rest] = self.last_time[~rest]
+        self.first_step_time[~rest] = self.measured_time[~rest]
         self.windows[rest] = kept
 
     def advance(self, active: Array | None = None) -> None:
@@ -170,10 +172,10 @@ class Simulation:
             charges.cost[index, :units] = cost
             charges.overhead[index], charges.batch_exponent[index] = rest
             charges.cast_cost[index] = task.cast_cost
-        self.is_table_known[index] = known
         self.ladder[index] = -1
         self.ladder[index, : len(task.ladder)] = task.ladder
         self.budget[index], self.steps[index] = task.budget, task.steps
+        self.time_noise[index], self.seeds[index] = task.time_noise, task.seed
         for name in ("time", "level", "since_probe", "since_change", "last_formats", "growth_interval"):
             getattr(self, name)[index] = 0
         self.largest_learning_rate[index] = 0.0
@@ -195,6 +197,8 @@ class Simulation:
         self.engine.run()
         self.time = self.time + spent
         self.last_time = np.where(runs, step_time, self.last_time)
+        clock = measured(step_time, self.time_noise, self.seeds, self.windows["total_steps"])
+        self.measured_time = np.where(runs, clock, self.measured_time)
         self._learn_costs(runs)
         self.loss_scale = np.where(runs, self.windows["loss_scale"], self.loss_scale)
         self.loss = np.where(runs, self.windows["evaluation_loss"], self.loss)
@@ -205,7 +209,7 @@ class Simulation:
         self.last_formats = np.where(runs[:, None], formats, self.last_formats)
 
     def _learn_costs(self, runs: Array) -> None:
-        relative = self.last_time / self.first_step_time
+        relative = self.measured_time / self.first_step_time
         self.estimate.observe(self.level, self.batch_index, relative, self.cast_time(), runs)
 
     def cast_time(self) -> Array:

@@ -351,6 +351,21 @@ def test_probes_cost_time(tasks: list[tuple[Task, Twin]]) -> None:
     assert times[True] == pytest.approx(times[False] + 2.0)
 
 
+def test_measured_times_are_noisy_and_charged_ones_exact(tasks: list[tuple[Task, Twin]]) -> None:
+    charged, seen = [], []
+    for noise in (0.0, 0.1):
+        simulation = Simulation([replace(task, time_noise=noise) for task, _ in tasks[:1]])
+        simulation.restart({0: simulation.tasks[0]})
+        for _ in range(4):
+            simulation.advance()
+            charged.append(simulation.time[0])
+            seen.append(simulation.measured_time[0] / simulation.last_time[0])
+        simulation.close()
+    assert charged[:4] == charged[4:]
+    assert seen[:4] == [1.0] * 4
+    assert len(set(seen[4:])) == 4
+
+
 def test_baselines_play_to_the_end(tasks: list[tuple[Task, Twin]]) -> None:
     fp32 = play(tasks, Constant(format="fp32", clip=math.inf))
     assert fp32.level.max() == 0

@@ -14,10 +14,10 @@ import pytest
 from pydantic import ValidationError
 
 from autoprec.envs import twins
-from autoprec.envs.costs import Charges, learning_rate
+from autoprec.envs.costs import Charges, learning_rate, measured
 from autoprec.envs.engine import FORMATS, Engine
 from autoprec.envs.profiles import NOMINAL, PROFILES, Profile
-from autoprec.envs.proxies import BANKS, BASE_BATCH, BATCH_SIZES, Bank, Distribution, Task, draw_task
+from autoprec.envs.proxies import BANKS, BASE_BATCH, Bank, Distribution, Task, draw_task
 from tests.kernels import needs_cpu_kernels
 
 pytestmark = needs_cpu_kernels
@@ -121,22 +121,26 @@ def test_a_step_in_fp32_at_the_base_batch_takes_one() -> None:
     assert charges().step_time(np.zeros((1, 3), int), np.array([BASE_BATCH])) == pytest.approx(1.0)
 
 
-def test_moves_cost_what_steps_then_take() -> None:
+def test_moves_cost_the_casts_that_steps_then_make() -> None:
     table, formats, batch = charges(), np.array([[0, 1, 1]]), np.array([3])
     others = np.array([[1, 0, 2]])
-    now = table.step_time(formats, batch)[0]
-    for unit, change in enumerate(table.moved(formats, batch, others)[0]):
+    now = table.cast_time(formats, batch)[0]
+    for unit, change in enumerate(table.casts_moved(formats, batch, others)[0]):
         moved = formats.copy()
         moved[0, unit] = others[0, unit]
-        assert change == pytest.approx(table.step_time(moved, batch)[0] / now - 1.0)
+        assert change == pytest.approx(table.cast_time(moved, batch)[0] - now)
 
 
-def test_elasticity_is_per_sample_and_ends_with_the_range() -> None:
-    table, formats = charges(), np.zeros((1, 3), int)
-    per_sample = [table.step_time(formats, np.array([i]))[0] / size for i, size in enumerate(BATCH_SIZES)]
-    doubled = table.elasticity(formats, np.array([2]), np.array([3]))[0]
-    assert doubled == pytest.approx(per_sample[3] / per_sample[2] - 1.0)
-    assert np.isnan(table.elasticity(formats, np.array([4]), np.array([5]))[0])
+def test_a_clock_errs_by_its_noise_and_always_in_the_same_way() -> None:
+    steps, seeds = np.arange(20_000), np.full(20_000, 7)
+    one = np.full(20_000, 3.0)
+    seen = measured(one, 0.02 * one / 3.0, seeds, steps)
+    assert seen.mean() == pytest.approx(3.0, rel=1e-3)
+    assert seen.std() / seen.mean() == pytest.approx(0.02, rel=0.03)
+    assert abs(np.corrcoef(seen[1:], seen[:-1])[0, 1]) < 0.03
+    np.testing.assert_array_equal(seen[:50], measured(one[:50], np.full(50, 0.02), seeds[:50], steps[:50]))
+    assert abs(np.corrcoef(seen, measured(one, 0.02 * one / 3.0, seeds + 1, steps))[0, 1]) < 0.03
+    np.testing.assert_array_equal(measured(one, 0.0 * one, seeds, steps), one)
 
 
 def test_profiles_are_five_and_complete() -> None:

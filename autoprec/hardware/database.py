@@ -88,16 +88,31 @@ def user_directories() -> tuple[Path, ...]:
 
 
 @functools.cache
+def shipped() -> Database:
+    """Returns the database as it ships, without the user's rows.
+
+    Raises:
+        AssertionError: If a shipped file is broken.
+    """
+    return _read_shipped()
+
+
+def _read_shipped() -> Database:
+    database = Database()
+    for path in sorted(SHIPPED.glob("*.toml")):
+        _add(database, path)
+    assert not database.problems, "\n".join(map(str, database.problems))
+    return database
+
+
+@functools.cache
 def load() -> Database:
     """Returns the shipped database with the user's rows on top.
 
     Raises:
         AssertionError: If a shipped file is broken.
     """
-    database = Database()
-    for path in sorted(SHIPPED.glob("*.toml")):
-        _add(database, path)
-    assert not database.problems, "\n".join(map(str, database.problems))
+    database = _read_shipped()
     for directory in user_directories():
         for path in _files(directory, database.problems):
             _add(database, path)
@@ -123,9 +138,7 @@ def check(path: Path) -> list[Problem]:
     Args:
         path: The file.
     """
-    database = Database()
-    for shipped in sorted(SHIPPED.glob("*.toml")):
-        _add(database, shipped)
+    database = _read_shipped()
     _add(database, path)
     return database.problems
 
