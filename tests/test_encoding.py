@@ -376,7 +376,7 @@ def test_feature_errors() -> None:
     observation = encode([], RUN)
     with pytest.raises(ValueError, match=re.escape("Did you mean 'grad_headroom'?")):
         feature(observation, "grad_hedroom")
-    with pytest.raises(ValueError, match=f"with 5 columns. Version 3 of the observation has {len(FEATURES)}."):
+    with pytest.raises(ValueError, match=f"with 5 columns. Version 4 of the observation has {len(FEATURES)}."):
         feature(observation[:, :5], "depth")
 
 
@@ -434,10 +434,11 @@ def test_features_of_version_2_keep_their_bits() -> None:
     assert zlib.crc32(np.ascontiguousarray(old).tobytes()) == 0xA71D18B3
 
 
-def test_layout_of_version_3() -> None:
+def test_layout_of_version_4() -> None:
     """A change here needs a new ``VERSION``."""
-    assert len(FEATURES) == len(set(FEATURES)) == 87
+    assert len(FEATURES) == len(set(FEATURES)) == 91
     assert zlib.crc32(",".join(FEATURES[:77]).encode()) == 0x59D9B0C2  # version 2, which version 3 goes on from
-    assert zlib.crc32(",".join(FEATURES).encode()) == 0x931A74B0
+    assert zlib.crc32(",".join(FEATURES[:87]).encode()) == 0x931A74B0  # version 3, which version 4 goes on from
+    assert zlib.crc32(",".join(FEATURES).encode()) == 0xF3B014B6
     assert list(CLIP_MULTIPLIERS) == [0.5, 1.0, 1.5, 3.0, 8.0, math.inf]
     assert VERSION == 4
