@@ -6,8 +6,8 @@ network (``network``), its files (``policy_file``), and the guard, which holds w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from autoprec.table_policy import TableController
 
 SHIPPED = Path(__file__).parent / "pretrained"
 """Where the policy lies that comes with autoprec."""
-_MOVES = {-1: "lower", 1: "raise"}
+_WORDS = {-1: "lower", 1: "raise"}
+_RUN_KNOBS = ("loss_scale", "batch_size", "clip")  # in the order of their rows
 _LONGEST_FAULT = 200
 
 
@@ -66,7 +67,7 @@ class PretrainedController(TableController):
             )
         self.network, self.card = load_policy(SHIPPED if folder is None else folder)
         config = config if config is not None else AutoPrecisionConfig()
-        super().__init__(replace(config, table=_table_settings(str(folder), self.card.table, config.table)))
+        super().__init__(replace(config, table=_table_settings(self.card.table_settings(), config.table)))
         self.name = "pretrained" if folder is None else f"policy:{self.card.name}"
 
     def _begin(self) -> None:
@@ -81,8 +82,7 @@ class PretrainedController(TableController):
             observation: ``[n_knobs, n_features]``.
         """
         self._moves = self._moves_for(observation)
-        action = super().decide(observation)
-        return self._moves if self.card.mode == "ladder" and not self._fault else action
+        return super().decide(observation)
 
     def _moves_for(self, observation: Observation) -> NDArray[np.int64]:
         none = np.zeros(len(observation), dtype=np.int64)
@@ -101,32 +101,31 @@ class PretrainedController(TableController):
         Args:
             proposal: For the readings that :meth:`propose` was given.
         """
-        if self.card.mode == "ladder":
-            return super().request_for(proposal)
-        units, run = _placed(self._units, self._run, proposal)
-        moved = decode(self._moves_within(units), units, run)
-        knobs = {
-            name: value
-            for name in ("loss_scale", "clip", "batch_size")
-            if (value := getattr(moved, name)) is not None and self._may_move(name, proposal)
-        }
+        is_ladder = self.card.mode == "ladder" and not self._fault
+        units, run = (self._units, self._run) if is_ladder else _placed(self._units, self._run, proposal)
+        moved = self._moved(units, run, proposal)
+        if is_ladder:
+            self._reasons = {name: f"policy: {_WORDS[move]}" for name, move in self._named_moves() if move}
+            return moved
+        knobs = {name: value for name in _RUN_KNOBS if (value := getattr(moved, name)) is not None}
         # the table counts what it raises itself, so it is not told of formats that were moved
         action = super().request_for(replace(proposal, **knobs))
         wanted = {unit.name: (moved.precision or {}).get(unit.name, unit.format) for unit in units}
-        self._note_moves(units, wanted, {name for name in knobs if getattr(action, name) is not None})
+        self._note_formats(units, wanted)
+        self._note_knobs(proposal, {name for name in knobs if getattr(action, name) is not None})
         changes = {unit.name: wanted[unit.name] for unit in self._units if wanted[unit.name] != unit.format}
         return replace(action, precision=changes or None)
 
-    def _moves_within(self, units: Sequence[UnitReading]) -> NDArray[np.int64]:
+    def _moved(self, units: Sequence[UnitReading], run: GlobalReading, proposal: Proposal) -> Action:
         held = np.array([unit.held for unit in units] + [False] * RUN_KNOBS)
-        return np.where(held, 0, self._moves)
+        moved = decode(np.where(held, 0, self._moves), units, run)
+        still = set(run.chosen) | ({"batch_size"} if proposal.batch_size is None else set())
+        return replace(moved, **dict.fromkeys(still.intersection(_RUN_KNOBS)))
 
-    def _may_move(self, knob: str, proposal: Proposal) -> bool:
-        if knob == "batch_size":
-            return proposal.batch_size is not None
-        return knob not in self._run.chosen
+    def _named_moves(self) -> Iterator[tuple[str, int]]:
+        return zip((*(unit.name for unit in self._units), *_RUN_KNOBS), self._moves.tolist(), strict=True)
 
-    def _note_moves(self, units: Sequence[UnitReading], wanted: Mapping[str, str], knobs: set[str]) -> None:
+    def _note_formats(self, units: Sequence[UnitReading], wanted: Mapping[str, str]) -> None:
         for current, proposed in zip(self._units, units, strict=True):
             name = current.name
             if wanted[name] == current.format:
@@ -135,9 +134,12 @@ class PretrainedController(TableController):
             why = f"table: {proposed.format}" + (f", {self._reasons[name]}" if name in self._reasons else "")
             moved = "" if wanted[name] == proposed.format else f"; policy: {wanted[name]}"
             self._reasons[name] = f"{why}{moved}"
-        rows = dict(zip(("loss_scale", "batch_size", "clip"), self._moves[len(units) :].tolist(), strict=True))
-        for name in knobs:
-            self._reasons[name] = f"table: {self._reasons.get(name, 'as it is')}; policy: {_MOVES[rows[name]]}"
+
+    def _note_knobs(self, proposal: Proposal, moved: set[str]) -> None:
+        for name, move in self._named_moves():
+            if name in moved:
+                why = "as it is" if getattr(proposal, name) is None else self._reasons[name]
+                self._reasons[name] = f"table: {why}; policy: {_WORDS[move]}"
 
     def notes(self) -> Sequence[str]:
         """Returns the table's line, and one about a network that has failed."""
@@ -178,17 +180,8 @@ def _placed(
     return placed, replace(run, **knobs)
 
 
-def _table_settings(folder: str, trained: Mapping[str, Any], wanted: TableSettings) -> TableSettings:
-    try:
-        settings = TableSettings(**trained)
-    except (TypeError, ValueError) as error:
-        known = sorted(field.name for field in fields(TableSettings))
-        raise ValueError(
-            f"Passed the policy {folder!r}. Its table must have settings out of {known}: {error}"
-        ) from error
-    if wanted != TableConfig():
-        return wanted
-    return replace(settings, schedule=wanted.schedule, batch=wanted.batch)
+def _table_settings(trained: TableSettings, wanted: TableSettings) -> TableSettings:
+    return replace(trained, schedule=wanted.schedule, batch=wanted.batch) if wanted == TableConfig() else wanted
 
 
 def pretrained_policy(config: AutoPrecisionConfig | None = None) -> PretrainedController:
