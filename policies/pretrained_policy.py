@@ -20,6 +20,7 @@ from autoprec.config import AutoPrecisionConfig
 from autoprec.controller import Moves
 from autoprec.encoding import Observation, decode
 from autoprec.feature_rows import RUN_KNOBS
+from autoprec.formats import rank
 from autoprec.policies.policy_file import load_policy
 from autoprec.readings import GlobalReading, UnitReading
 from autoprec.table import Proposal, TableConfig, TableSettings
@@ -36,10 +37,10 @@ class PretrainedController(TableController):
     """Carries out what the table proposes, each knob moved by -1, 0 or 1 as a network says.
 
     -1 takes the next narrower legal format, half the loss scale or batch size, or the next tighter clip threshold; 1
-    the opposite. Where a move leads nowhere, the proposal stays. A unit that the guard holds stays where it is. The
-    batch size moves only where the table moves it, which takes a ``schedule`` or ``batch`` in
-    ``AutoPrecisionConfig.table``. A network of mode ``"ladder"`` moves knobs from where they are, whatever the table
-    proposes.
+    the opposite. Where a move leads nowhere, the proposal stays; a narrower format that is not known to pay is no
+    choice. A unit that the guard holds stays where it is, and so does what the user has chosen. The batch size moves
+    only where the table moves it, which takes a ``schedule`` or ``batch`` in ``AutoPrecisionConfig.table``. A network of
+    mode ``"ladder"`` moves knobs from where they are, whatever the table proposes.
 
     The table has the settings that the policy was trained with, unless the config has others than the defaults. Its
     batch size is the config's business in either case.
@@ -102,7 +103,7 @@ class PretrainedController(TableController):
             proposal: For the readings that :meth:`propose` was given.
         """
         is_ladder = self.card.mode == "ladder" and not self._fault
-        units, run = (self._units, self._run) if is_ladder else _placed(self._units, self._run, proposal)
+        units, run = _placed(self._units, self._run, Proposal() if is_ladder else proposal)
         moved = self._moved(units, run, proposal)
         if is_ladder:
             self._reasons = {name: f"policy: {_WORDS[move]}" for name, move in self._named_moves() if move}
@@ -170,14 +171,18 @@ def _placed(
     units: Sequence[UnitReading], run: GlobalReading, proposal: Proposal
 ) -> tuple[list[UnitReading], GlobalReading]:
     """Readings of a run in which the proposal was carried out, from which moves are made."""
-    formats = [proposal.formats.get(unit.name, unit.format) for unit in units]
-    placed = [
-        unit if name == unit.format or unit.held or name not in unit.legal else replace(unit, format=name)
-        for unit, name in zip(units, formats, strict=True)
-    ]
     named = {"loss_scale": proposal.loss_scale, "clip_threshold": proposal.clip, "batch_size": proposal.batch_size}
     knobs: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    return placed, replace(run, **knobs)
+    return [_placed_unit(unit, proposal.formats.get(unit.name)) for unit in units], replace(run, **knobs)
+
+
+def _placed_unit(unit: UnitReading, proposed: str | None) -> UnitReading:
+    if unit.held:
+        return unit
+    name = proposed if proposed is not None and proposed in unit.legal else unit.format
+    # as for the table, a format that is not known to pay is no choice
+    legal = tuple(other for other in unit.legal if rank(other) <= rank(name) or other in unit.times)
+    return unit if (name, legal) == (unit.format, unit.legal) else replace(unit, format=name, legal=legal)
 
 
 def _table_settings(trained: TableSettings, wanted: TableSettings) -> TableSettings:

@@ -96,6 +96,15 @@ def test_at_the_end_of_its_ladder_the_proposal_stays(tmp_path: Path, move: int, 
     assert decided(policy(tmp_path, move), widest).precision == lowered
 
 
+@pytest.mark.parametrize("mode", ["offset", "ladder"])
+def test_a_format_that_is_not_known_to_pay_is_no_choice(tmp_path: Path, mode: str) -> None:
+    unit = replace(in_format("bf16"), times={"fp32": 2.0, "bf16": 1.0})
+    assert decided(policy(tmp_path, -1, mode=mode), unit).precision is None
+    assert decided(policy(tmp_path, -1, mode=mode), replace(unit, times={**unit.times, "fp16": 1.1})).precision
+    unknown = in_format("bf16", errors={})
+    assert decided(policy(tmp_path, 1, mode=mode), replace(unknown, times={})).precision == {"a": "fp32"}
+
+
 @pytest.mark.parametrize("move", [-1, 0, 1])
 def test_what_the_guard_holds_stays(tmp_path: Path, move: int) -> None:
     held = in_format("bf16", held=True)
