@@ -39,8 +39,8 @@ class PretrainedController(TableController):
     -1 takes the next narrower legal format, half the loss scale or batch size, or the next tighter clip threshold; 1
     the opposite. Where a move leads nowhere, the proposal stays; a narrower format that is not known to pay is no
     choice. A unit that the guard holds stays where it is, and so does what the user has chosen. The batch size moves
-    only where the table moves it, which takes a ``schedule`` or ``batch`` in ``AutoPrecisionConfig.table``. A network of
-    mode ``"ladder"`` moves knobs from where they are, whatever the table proposes.
+    only where the table moves it, which takes a ``schedule`` or ``batch`` in ``AutoPrecisionConfig.table``. A network
+    of mode ``"ladder"`` moves knobs from where they are, whatever the table proposes.
 
     The table has the settings that the policy was trained with, unless the config has others than the defaults. Its
     batch size is the config's business in either case.
