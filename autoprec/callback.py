@@ -38,7 +38,9 @@ from autoprec.trainer_facts import (
     check_trainer,
     expected_training_s,
     first_epoch,
+    has_adaptive_optimizer,
     is_over,
+    learning_rate,
     loader_batch_size,
     log_interval,
     progress,
@@ -108,6 +110,7 @@ class AutoPrecisionCallback(Callback):
 
     def _reset(self) -> None:
         self._last_decision = 0
+        self._largest_rate = 0.0
         self._seen_samples = 0
         self._next_script = 0
         self._next_epoch = 0
@@ -373,12 +376,22 @@ class AutoPrecisionCallback(Callback):
         steering, knobs = self._fit, self._fit.knobs
         telemetry, costs, errors = steering.telemetry, steering.costs, steering.rounding.errors
         units = read_units(knobs, telemetry, steering.applied_steps, unoffered, costs, errors)
-        run = read_globals(knobs, telemetry, progress(trainer), self._load, costs)
+        run = replace(
+            read_globals(knobs, telemetry, progress(trainer), self._load, costs),
+            learning_rate_bits=self._learning_rate_bits(trainer),
+            is_adaptive=has_adaptive_optimizer(trainer),
+        )
         if self.controller.needs_facts:
             self._asking.note_facts(
                 read_facts(steering, {unit.name: unit.legal for unit in units}, costs.table or None)
             )
         self._apply(self._asking.decide(units, run, knobs.masked), f"policy {self.controller.name!r}")
+
+    def _learning_rate_bits(self, trainer: pl.Trainer) -> float:
+        rate = learning_rate(trainer)
+        if rate > self._largest_rate:
+            self._largest_rate = rate
+        return math.log2(rate / self._largest_rate) if rate > 0 else math.nan
 
     def _apply(self, answer: Answer, why: str) -> None:
         if answer.action is not None and not answer.action.is_empty:
@@ -442,6 +455,7 @@ class AutoPrecisionCallback(Callback):
             "policy": self.controller.name,
             "controller": self._asking.state(),
             "last_decision": self._last_decision,
+            "largest_rate": self._largest_rate,
             "seen_samples": self._seen_samples,
             "next_script": self._next_script,
             "next_epoch": self._next_epoch,
@@ -461,6 +475,7 @@ class AutoPrecisionCallback(Callback):
         """Takes over what ``state_dict`` returned. The plugin restores its own part."""
         check_version(state_dict)
         self._last_decision = int(state_dict["last_decision"])
+        self._largest_rate = float(state_dict.get("largest_rate", 0.0))
         self._seen_samples = int(state_dict["seen_samples"])
         self._next_script = int(state_dict["next_script"])
         self._next_epoch = int(state_dict["next_epoch"])

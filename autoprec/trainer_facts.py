@@ -80,6 +80,17 @@ def progress(trainer: pl.Trainer) -> float:
     return min(done / epochs, 1.0)
 
 
+def learning_rate(trainer: pl.Trainer) -> float:
+    """The largest learning rate of all optimizers, as their schedules have set it; NaN where none has one."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return max((float(group["lr"]) for group in groups if "lr" in group), default=math.nan)
+
+
+def has_adaptive_optimizer(trainer: pl.Trainer) -> bool:
+    """Whether an optimizer divides by the gradients' own size, as Adam, Adagrad, RMSprop and others with an epsilon."""
+    return any("eps" in group for optimizer in trainer.optimizers for group in optimizer.param_groups)
+
+
 def expected_training_s(trainer: Any, done: int, step_s: float) -> float:
     """Seconds that a fit trains in all; as long again as it has, where its end is not known.
 
