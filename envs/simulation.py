@@ -23,7 +23,6 @@ Array = NDArray[Any]
 
 HISTORY = 32
 """Steps that histories look back."""
-OVERFLOW_ERROR = 2.0
 _LAST_CLIP = len(CLIP_MULTIPLIERS) - 1
 
 

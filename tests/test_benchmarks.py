@@ -66,7 +66,7 @@ def whole_run() -> list[dict[str, Any]]:
     found = [{"job": dataclasses.asdict(Job("machine", "peaks")), **MACHINE}]
     measured = {"fp32": 4.0, "ours_measured": 1.9 / 1.2, "fp32_measured": 3.6}
     steps = {"amp_clip": 3.0, "amp_fused": 1.9, "amp_kernel": 1.0, "ours": 2.0, **measured}
-    found += [step_result(row, **steps) for row in WORKLOADS]
+    found += [step_result(row, kind="trainer", **steps) for row in WORKLOADS]
     for kind, values in (
         ("grad_stats", {"MB": 1.0, "clip us": 100.0, "fp32 us": 50.0, "fp32 vs clip": 0.5}),
         ("step", {"M": 1.0, "torch ms": 9.0, "bf16 grads": 2.5, "bare AdamW": 1.1}),
