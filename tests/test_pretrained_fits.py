@@ -61,7 +61,8 @@ def learned(folder: Path, network: PolicyNetwork | None = None, **options: Any) 
 def watched(callback: AutoPrecisionCallback, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """Keeps what the network saw and answered."""
     assert isinstance(callback.controller, PretrainedController)
-    network, seen, plain = callback.controller.network, [], callback.controller.network.moves
+    network, plain = callback.controller.network, callback.controller.network.moves
+    seen: Seen = []
 
     def moves(observation: NDArray[np.float32]) -> NDArray[np.int64]:
         seen.append((observation.copy(), plain(observation)))
