@@ -91,7 +91,8 @@ class PolicyCard(BaseModel):
 
 
 def _table_settings(table: Mapping[str, Any]) -> TableSettings:
-    return TableSettings(**{name: math.inf if value == "inf" else value for name, value in table.items()})
+    fields: dict[str, Any] = {name: math.inf if value == "inf" else value for name, value in table.items()}
+    return TableSettings(**fields)
 
 
 def card_for(network: PolicyNetwork, card: PolicyCard | Mapping[str, Any] | None = None) -> PolicyCard:
