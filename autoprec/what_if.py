@@ -64,7 +64,8 @@ def take_sample(x: Tensor) -> Sample:
         x: Any shape, at least one element, floating point.
     """
     values = take_rows(x)
-    amax = torch.stack(torch.aminmax(x.detach())).abs().amax().float()
+    low, high = torch.aminmax(x.detach())
+    amax = torch.maximum(-low, high).float()  # autocast to bf16 refuses `stack` for what an fp16 unit puts out
     return Sample(values, x.numel() / values.numel(), amax, torch.finfo(x.dtype).eps)
 
 
