@@ -73,6 +73,7 @@ from autoprec.feature_rows import (
 )
 from autoprec.formats import get_format, nearest, rank
 from autoprec.readings import LAYER_KINDS, GlobalReading, UnitReading
+from autoprec.table import CLIP_MULTIPLIERS
 from autoprec.trends import drift_bits, finite, relative_change, spread, spread_around_drift
 
 __all__ = [
@@ -94,9 +95,6 @@ __all__ = [
 
 VERSION = 3
 """Version of the layout of observations and actions. A policy made for another one is refused."""
-
-CLIP_MULTIPLIERS = (0.5, 1.0, 1.5, 3.0, 8.0, math.inf)
-"""Clip thresholds in units of the median norm between which a move steps."""
 
 Observation = NDArray[np.float32]
 
