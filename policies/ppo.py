@@ -13,12 +13,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from stable_baselines3 import PPO
-from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import KVWriter, Logger
 
 from autoprec.encoding import FEATURES
@@ -31,33 +30,11 @@ from autoprec.policies.policy_file import PolicyCard, save_policy
 from autoprec.policies.row_policy import RowPolicy, to_network
 from autoprec.policies.train_settings import SettingsError, Stage, TrainSettings, schedule
 from autoprec.policies.training_state import RESULT_FILE, TrainingState, claim_folder, load_state
+from autoprec.policies.training_watch import Metrics, OnProgress, Progress, Watch
 from autoprec.policies.validation import Validation
 
 Tasks = Sequence[tuple[Task, Twin]]
 _STATISTICS, _LEARNING = 0, 1
-
-
-class Progress(NamedTuple):
-    """How far a training is.
-
-    Attributes:
-        done: Decisions, or twins while those are being trained.
-        total: How many there will be.
-        phase: ``twins``, ``statistics`` or ``learning``.
-        first: Validation score before learning; in offset mode the table's. NaN until it is known.
-        last: Latest validation score.
-        best: Best one.
-    """
-
-    done: int
-    total: int
-    phase: str
-    first: float = float("nan")
-    last: float = float("nan")
-    best: float = float("nan")
-
-
-OnProgress = Callable[[Progress], None]
 
 
 def train_policy(
@@ -107,8 +84,7 @@ def bank_tasks(settings: TrainSettings, tell: OnProgress = lambda now: None) -> 
     def told(before: int) -> Callable[[int, int], None]:
         return lambda done, _: tell(Progress(before + done, sum(map(len, banks)), "twins"))
 
-    learn, validate = (load_tasks(bank, progress=told(before)) for bank, before in zip(banks, (0, len(banks[0]))))
-    return learn, validate
+    return load_tasks(banks[0], progress=told(0)), load_tasks(banks[1], progress=told(len(banks[0])))
 
 
 class _Training:
@@ -122,7 +98,7 @@ class _Training:
         self._validation = Validation(validation_tasks, settings, self._network)
         self._state = load_state(folder) or TrainingState()
         self._state.sittings += 1
-        self._logger = Logger(None, [_Metrics(self._state.metrics), *writers])
+        self._logger = Logger(None, [Metrics(self._state.metrics), *writers])
 
     def run(self) -> None:
         """Trains to the end and writes the result."""
@@ -136,6 +112,7 @@ class _Training:
                 state.save(self._folder)
         finally:
             self._validation.eval_env.close()
+            self._logger.close()
         self._export()
         write_json(self._folder / RESULT_FILE, self._result(), allow_nan=False)
 
@@ -143,7 +120,7 @@ class _Training:
         state, settings = self._state, self._settings
         env = _environment(settings, of_stage(self._tasks, settings.stage(state.rollouts / total)))
         try:
-            watch = _Watch(state, total, env, self._tell)
+            watch = Watch(state, total, env, self._tell)
             model = self._model(env, watch)
             if not state.validations:
                 self._prepare(model, env)
@@ -153,7 +130,7 @@ class _Training:
         finally:
             env.close()
 
-    def _model(self, env: ProxyVecEnv, watch: _Watch) -> PPO:
+    def _model(self, env: ProxyVecEnv, watch: Watch) -> PPO:
         """A model as the last segment has left it, with random generators of this one."""
         state, settings = self._state, self._settings
         rows = settings.n_steps * env.num_envs
@@ -182,7 +159,7 @@ class _Training:
         return model
 
     def _prepare(self, model: PPO, env: ProxyVecEnv) -> None:
-        """Takes the statistics of features from runs of which one half accepts the table and the other moves at random."""
+        """Normalises by runs of which one half accepts the table and the other moves at random."""
         settings, runs = self._settings, int(env.run_of_row[-1]) + 1
         seed = _seed_of(self._seed, _STATISTICS, 0)
         rng = np.random.Generator(np.random.PCG64(seed))
@@ -193,11 +170,14 @@ class _Training:
             seen.append(env.step(np.where(is_random, rng.integers(0, 3, env.num_envs), 1))[0])  # type: ignore[arg-type]
             self._tell(Progress(step * runs, settings.statistics_steps * runs, "statistics"))
         rows = torch.from_numpy(np.concatenate(seen))
-        model.policy.network.set_normalisation(rows)
         self._state.widen(rows)
+        if settings.start is None:
+            model.policy.network.set_normalisation(rows)
+        else:
+            self._state.widen(model.policy.begin_with(settings.start))
         model.set_random_seed(model.seed)  # the environment's was used up
 
-    def _learn(self, model: PPO, watch: _Watch, rollouts: int) -> None:
+    def _learn(self, model: PPO, watch: Watch, rollouts: int) -> None:
         state, validation = self._state, self._validation
         rows = rollouts * model.n_steps * model.n_envs
         try:
@@ -262,49 +242,6 @@ class _Training:
             "validations": state.validations,
             "metrics": state.metrics,
         }
-
-
-class _Watch(BaseCallback):
-    """Counts rollouts, tells how far the training is, and widens the training range by what is seen."""
-
-    def __init__(self, state: TrainingState, total: int, env: ProxyVecEnv, tell: OnProgress) -> None:
-        super().__init__()
-        self.runs = int(env.run_of_row[-1]) + 1
-        self._state, self._total, self._tell = state, total, tell
-        self._begun = 0
-
-    @property
-    def share(self) -> float:
-        """Share of all rollouts that were over before the one that is learnt from."""
-        return (self._state.rollouts + max(self._begun - 1, 0)) / self._total
-
-    def _on_rollout_start(self) -> None:
-        self._begun += 1
-
-    def _on_step(self) -> bool:
-        return True
-
-    def _on_rollout_end(self) -> None:
-        model: Any = self.model
-        state, of_rollout = self._state, model.n_steps * self.runs
-        state.widen(torch.from_numpy(model.rollout_buffer.observations).flatten(0, 1))
-        done, total = state.decisions + self._begun * of_rollout, state.decisions
-        total += (self._total - state.rollouts) * of_rollout
-        scores = (state.validations[index]["score"] for index in (0, -1, state.best_at))
-        self._tell(Progress(done, total, "learning", *scores))
-
-
-class _Metrics(KVWriter):
-    """Keeps what stable-baselines3 logs."""
-
-    def __init__(self, kept: list[dict[str, float]]) -> None:
-        self._kept = kept
-
-    def write(self, key_values: dict[str, Any], key_excluded: dict[str, Any], step: int = 0) -> None:
-        self._kept.append({"timesteps": float(step), **{name: float(value) for name, value in key_values.items()}})
-
-    def close(self) -> None:
-        """Has nothing to free."""
 
 
 def of_stage(tasks: Tasks, stage: Stage | None) -> Tasks:

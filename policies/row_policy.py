@@ -15,7 +15,9 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import Schedule
 from torch import Tensor, nn
 
+from autoprec.encoding import LIMIT
 from autoprec.policies.network import MAX_NORMAL, MIN_STD, MOVES, PolicyNetwork
+from autoprec.policies.policy_file import load_policy
 
 
 class RowNetworks(nn.Module):
@@ -100,6 +102,30 @@ class RowPolicy(ActorCriticPolicy):
     def network(self) -> PolicyNetwork:
         """The actor."""
         return self.mlp_extractor.actor
+
+    def begin_with(self, folder: str) -> Tensor:
+        """Takes over the actor of a policy, normalisation included, and returns its training range.
+
+        Args:
+            folder: Of the policy.
+
+        Returns:
+            ``[2, features]``: least and largest values.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            ValueError: If it is not one for this version, or its layers are of other widths.
+        """
+        found, _ = load_policy(folder)
+        if found.hidden != self.network.hidden:
+            raise ValueError(
+                f"Passed `start={folder!r}`. Its hidden layers are {list(found.hidden)}, those of the settings"
+                f" `net_arch={list(self.network.hidden)}`. They must agree."
+            )
+        self.network.load_state_dict(found.state_dict())
+        self.network.low.fill_(-LIMIT)  # no row is new to what still learns
+        self.network.high.fill_(LIMIT)
+        return torch.stack([found.low, found.high])
 
 
 def to_network(model: Any, low: Tensor | None = None, high: Tensor | None = None) -> PolicyNetwork:

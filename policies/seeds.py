@@ -21,9 +21,10 @@ from stable_baselines3.common.logger import KVWriter
 
 from autoprec.json_files import read_json, write_json
 from autoprec.own_process import end_with_parent, redirect_output
-from autoprec.policies.ppo import Progress, bank_tasks, train_policy
+from autoprec.policies.ppo import bank_tasks, train_policy
 from autoprec.policies.train_settings import TrainSettings
 from autoprec.policies.training_state import RESULT_FILE
+from autoprec.policies.training_watch import Progress
 
 LOG_FILE = "train.log"
 SELECTION_FILE = "selection.json"
@@ -75,7 +76,7 @@ def train_seeds(
         ValueError: If there is no seed, one comes twice, or ``jobs`` is below 1.
     """
     if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0 or jobs < 1:
-        raise ValueError(f"Passed seeds={list(seeds)} and jobs={jobs}. Seeds are different and not negative, jobs >= 1.")
+        raise ValueError(f"Passed seeds={list(seeds)} and jobs={jobs}. Seeds are different and >= 0, jobs >= 1.")
     if jobs == 1 or len(seeds) == 1:
         for seed in seeds:
             folder = folder_of(out, seed)
@@ -168,7 +169,7 @@ def select(out: Path, seeds: Sequence[int], circumstances: Mapping[str, Any]) ->
     results = {seed: read_json(folder_of(out, seed) / RESULT_FILE) for seed in seeds}
     finished = {seed: result for seed, result in results.items() if result is not None}
     if not finished:
-        raise ValueError(f"No training of the seeds {list(seeds)} has finished in `{out}`. Run `autoprec train-policy`.")
+        raise ValueError(f"No training of seeds {list(seeds)} has finished in `{out}`. Run `autoprec train-policy`.")
     scores = {seed: result["best"]["score"] for seed, result in finished.items()}
     chosen = max(sorted(scores), key=lambda seed: scores[seed])
     selection = {

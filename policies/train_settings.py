@@ -18,9 +18,9 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from autoprec.encoding import RUN_KNOBS
-from autoprec.table import TableSettings
 from autoprec.envs.proxies import BANKS, REGIMES, TABLES, Bank, Distribution
 from autoprec.envs.reward import RewardWeights
+from autoprec.table import TableSettings
 
 SECTION = "default"
 _FLATTENED = ("policy_kwargs", "env_kwargs")
@@ -98,6 +98,7 @@ class TrainSettings(BaseModel):
         table: Parameters of the table.
         reward: What rewards weigh.
         net_arch: Widths of hidden layers, of the policy and of the critic.
+        start: Folder of a policy to begin with, in place of one that keeps everything.
         keep_bias: First logit of "keep"; the others have 0.
         learning_rate: See above.
         clip_range: See above.
@@ -128,6 +129,7 @@ class TrainSettings(BaseModel):
     table: TableSettings = TableSettings()
     reward: RewardWeights = RewardWeights()
     net_arch: tuple[int, ...] = (64, 64)
+    start: str | None = None
     keep_bias: float = Field(default=0.5, ge=-10.0, le=10.0)
     learning_rate: float | str = "lin_1.5e-3"
     clip_range: float | str = 0.2
@@ -260,7 +262,11 @@ def _sections(path: Path | None, name: str) -> dict[str, Any]:
         sections = yaml.safe_load(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(f"Cannot read {name}: {error}") from error
-    if not isinstance(sections, dict) or not all(isinstance(values, dict) for values in sections.values()) or not sections:
+    if (
+        not isinstance(sections, dict)
+        or not all(isinstance(values, dict) for values in sections.values())
+        or not sections
+    ):
         raise SettingsError(f"{name} has no settings. Write a name, as `{SECTION}:`, and settings indented below it.")
     return sections
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autoprec.encoding import FEATURES, LIMIT
 from autoprec.json_files import read_json, write_json
+from autoprec.policies.policy_file import CARD_FILE, WEIGHTS_FILE
 from autoprec.policies.train_settings import SettingsError, TrainSettings
 
 CHECKPOINT_FILE = "checkpoint.pt"
@@ -97,7 +98,7 @@ def load_state(folder: Path) -> TrainingState | None:
         return TrainingState(**values)
     except Exception as error:  # torch.load raises about anything
         raise SettingsError(
-            f"Cannot go on from `{path}`: {str(error)[:300]}. Train into another folder, or with `--fresh` from the start."
+            f"Cannot go on from `{path}`: {str(error)[:300]}. Choose another folder, or `--fresh` to begin anew."
         ) from error
 
 
@@ -124,3 +125,13 @@ def claim_folder(folder: Path, settings: TrainSettings, seed: int) -> None:
     different = earlier.differences(settings) + ([f"seed: {earlier_seed} -> {seed}"] if earlier_seed != seed else [])
     if different:
         raise SettingsError(f"`{folder}` holds a training with other settings ({'; '.join(different)}). {advice}")
+
+
+def forget(folder: Path) -> None:
+    """Removes the files of a training, and nothing else in the folder.
+
+    Args:
+        folder: Of the training.
+    """
+    for name in (CHECKPOINT_FILE, SETTINGS_FILE, RESULT_FILE, CARD_FILE, WEIGHTS_FILE):
+        (folder / name).unlink(missing_ok=True)
