@@ -43,7 +43,7 @@ def train_policy(
     folder: Path,
     *,
     progress: OnProgress | None = None,
-    writers: Sequence[KVWriter] = (),
+    writers: Callable[[], Sequence[KVWriter]] = tuple,
 ) -> Path:
     """Trains a policy, or goes on with the training that a folder holds.
 
@@ -54,7 +54,7 @@ def train_policy(
         seed: Of everything random.
         folder: For checkpoint, results and the policy itself; made if it does not exist.
         progress: Called after each rollout.
-        writers: Where metrics of stable-baselines3 go besides ``training.json``: TensorBoard, wandb.
+        writers: Makes what metrics of stable-baselines3 go to besides ``training.json``: TensorBoard, wandb.
 
     Returns:
         The folder, which then holds ``policy.safetensors`` and ``policy.json`` of the best state in validation.
@@ -68,7 +68,7 @@ def train_policy(
         return folder
     tell = progress or (lambda now: None)
     with _left_as_found():
-        _Training(settings, seed, folder, tell, writers).run()
+        _Training(settings, seed, folder, tell).run(writers)
     return folder
 
 
@@ -78,31 +78,38 @@ def bank_tasks(settings: TrainSettings, tell: OnProgress = lambda now: None) -> 
     Args:
         settings: Of a training.
         tell: Called as twins are done.
+
+    Raises:
+        SettingsError: If a bank has none that is usable.
     """
     banks = [settings.train.bank(), settings.validation.bank()]
 
     def told(before: int) -> Callable[[int, int], None]:
         return lambda done, _: tell(Progress(before + done, sum(map(len, banks)), "twins"))
 
-    return load_tasks(banks[0], progress=told(0)), load_tasks(banks[1], progress=told(len(banks[0])))
+    learn = load_tasks(banks[0], progress=told(0))
+    validate = load_tasks(banks[1], progress=told(len(banks[0])))
+    for bank, usable in zip(banks, (learn, validate), strict=True):
+        if not usable:
+            raise SettingsError(f"None of the {len(bank)} tasks of bank {bank.name!r} is usable. Draw more, or others.")
+    return learn, validate
 
 
 class _Training:
     """One training of one seed, from its settings to the policy's files."""
 
-    def __init__(
-        self, settings: TrainSettings, seed: int, folder: Path, tell: OnProgress, writers: Sequence[KVWriter]
-    ) -> None:
+    def __init__(self, settings: TrainSettings, seed: int, folder: Path, tell: OnProgress) -> None:
         self._settings, self._seed, self._folder, self._tell = settings, seed, folder, tell
         self._tasks, validation_tasks = bank_tasks(settings, tell)
         self._validation = Validation(validation_tasks, settings, self._network)
         self._state = load_state(folder) or TrainingState()
         self._state.sittings += 1
-        self._logger = Logger(None, [Metrics(self._state.metrics), *writers])
+        self._logger = Logger(None, [Metrics(self._state.metrics)])
 
-    def run(self) -> None:
+    def run(self, writers: Callable[[], Sequence[KVWriter]]) -> None:
         """Trains to the end and writes the result."""
         state, settings = self._state, self._settings
+        self._logger.output_formats += writers()
         try:
             total = settings.rollouts(settings.n_envs)
             while state.rollouts < total or not state.validations:
@@ -170,11 +177,13 @@ class _Training:
             seen.append(env.step(np.where(is_random, rng.integers(0, 3, env.num_envs), 1))[0])  # type: ignore[arg-type]
             self._tell(Progress(step * runs, settings.statistics_steps * runs, "statistics"))
         rows = torch.from_numpy(np.concatenate(seen))
+        policy = model.policy
+        assert isinstance(policy, RowPolicy)
         self._state.widen(rows)
         if settings.start is None:
-            model.policy.network.set_normalisation(rows)
+            policy.network.set_normalisation(rows)
         else:
-            self._state.widen(model.policy.begin_with(settings.start))
+            self._state.widen(policy.begin_with(settings.start))
         model.set_random_seed(model.seed)  # the environment's was used up
 
     def _learn(self, model: PPO, watch: Watch, rollouts: int) -> None:
@@ -216,7 +225,11 @@ class _Training:
         network = PolicyNetwork(len(FEATURES), settings.net_arch)
         network.load_state_dict(state.best)
         plain = settings.model_dump(mode="json")
-        training = {"seed": self._seed, "settings": plain, "validation": _summary(state.validations[state.best_at])}
+        training: dict[str, Any] = {
+            "seed": self._seed,
+            "settings": plain,
+            "validation": _summary(state.validations[state.best_at]),
+        }
         card = PolicyCard(
             hidden=settings.net_arch,
             mode=settings.mode,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from autoprec.encoding import LIMIT
 from autoprec.policies.network import MAX_NORMAL, MIN_STD, MOVES, PolicyNetwork
 from autoprec.policies.policy_file import load_policy
+from autoprec.policies.train_settings import SettingsError
 
 
 class RowNetworks(nn.Module):
@@ -87,8 +88,8 @@ class RowPolicy(ActorCriticPolicy):
         nn.init.zeros_(actor.head.bias)
         with torch.no_grad():
             actor.head.bias[MOVES.index(0)] = self._keep_bias
-        rate: Any = lr_schedule(1)
-        self.optimizer = self.optimizer_class(self.parameters(), lr=rate, **self.optimizer_kwargs)
+        make_optimizer: Any = self.optimizer_class
+        self.optimizer = make_optimizer(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
 
     def _build_mlp_extractor(self) -> None:
         assert isinstance(self.net_arch, (list, tuple))
@@ -113,12 +114,14 @@ class RowPolicy(ActorCriticPolicy):
             ``[2, features]``: least and largest values.
 
         Raises:
-            FileNotFoundError: If there is none.
-            ValueError: If it is not one for this version, or its layers are of other widths.
+            SettingsError: If there is none for this version, or its layers are of other widths.
         """
-        found, _ = load_policy(folder)
+        try:
+            found, _ = load_policy(folder)
+        except (OSError, ValueError) as error:
+            raise SettingsError(f"Passed `start={folder!r}`. {error}") from error
         if found.hidden != self.network.hidden:
-            raise ValueError(
+            raise SettingsError(
                 f"Passed `start={folder!r}`. Its hidden layers are {list(found.hidden)}, those of the settings"
                 f" `net_arch={list(self.network.hidden)}`. They must agree."
             )

@@ -80,7 +80,9 @@ def train_seeds(
     if jobs == 1 or len(seeds) == 1:
         for seed in seeds:
             folder = folder_of(out, seed)
-            train_policy(settings, seed, folder, progress=partial(progress, seed), writers=writers(seed, folder))
+            train_policy(
+                settings, seed, folder, progress=partial(progress, seed), writers=partial(writers, seed, folder)
+            )
         return {}
     bank_tasks(settings, partial(progress, seeds[0]))
     return _side_by_side(settings, seeds, out, jobs, progress, writers)
@@ -142,7 +144,7 @@ def _serve(
             connection.send(tuple(now))
 
     try:
-        train_policy(settings, seed, folder, progress=tell, writers=writers(seed, folder))
+        train_policy(settings, seed, folder, progress=tell, writers=partial(writers, seed, folder))
     except Exception:
         traceback.print_exc()
         sys.exit(1)

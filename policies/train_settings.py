@@ -17,9 +17,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from autoprec.encoding import RUN_KNOBS
 from autoprec.envs.proxies import BANKS, REGIMES, TABLES, Bank, Distribution
 from autoprec.envs.reward import RewardWeights
+from autoprec.feature_rows import RUN_KNOBS
 from autoprec.table import TableSettings
 
 SECTION = "default"

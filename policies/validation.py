@@ -51,7 +51,8 @@ class Validation(EvalCallback):
         Args:
             network: Decides.
         """
-        rows, ended = self.eval_env.reset(), list[dict[str, Any]]()
+        rows: Any = self.eval_env.reset()
+        ended: list[dict[str, Any]] = []
         first_rows = np.flatnonzero(np.diff(self.eval_env.run_of_row, prepend=-1))
         while not self.eval_env.is_idle.all():
             rows, _, _, infos = self.eval_env.step(_likeliest(network, rows))

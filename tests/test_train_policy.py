@@ -27,6 +27,7 @@ from tests.kernels import needs_cpu_kernels
 from tests.tiny_training import TASKS, tiny
 
 pytest.importorskip("stable_baselines3")
+from autoprec.envs.proxy_env import ProxyVecEnv
 from autoprec.policies import ppo, seeds
 from autoprec.policies.ppo import bank_tasks, of_stage, train_policy
 from autoprec.policies.row_policy import RowPolicy, to_network
@@ -104,11 +105,11 @@ def test_a_finished_training_is_left_alone(trained: Path) -> None:
 def test_global_generators_and_threads_are_left_as_found(tmp_path: Path) -> None:
     torch.set_num_threads(2)
     try:
-        before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())  # type: ignore[index, union-attr]
+        before = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state())  # type: ignore[index]
         train_policy(tiny(decisions=32, segment=1), 0, tmp_path / "policy")
         assert torch.get_num_threads() == 2
         assert random.getstate() == before[0]
-        assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index, union-attr]
+        assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
         assert torch.equal(torch.get_rng_state(), before[2])
     finally:
         torch.set_num_threads(1)
@@ -125,7 +126,7 @@ def test_training_begins_with_the_table_and_keeps_the_best(trained: Path) -> Non
     assert len(result["metrics"]) >= 6
     tasks = bank_tasks(tiny())[1]
     assert len(validations[0]["scores"]) == len(tasks)
-    env = ppo.ProxyVecEnv(tasks, runs=len(tasks), is_shuffled=False)
+    env = ProxyVecEnv(tasks, runs=len(tasks), is_shuffled=False)
     env.reset()
     kept: dict[int, float] = {}
     while not env.is_idle.all():
@@ -178,8 +179,10 @@ def test_a_training_begins_with_another_policy(trained: Path, tmp_path: Path) ->
     assert torch.equal(state.policy["mlp_extractor.actor.mean"], found.mean)
     assert (state.low <= found.low).all()
     assert read_json(folder / RESULT_FILE)["validations"][0]["decisions"] == 0
-    with pytest.raises(ValueError, match="hidden layers are \\[16\\]"):
+    with pytest.raises(SettingsError, match="hidden layers are \\[16\\]"):
         train_policy(tiny(start=str(trained), net_arch=(8,)), 0, tmp_path / "wrong")
+    with pytest.raises(SettingsError, match="no such folder"):
+        train_policy(tiny(start="nowhere"), 0, tmp_path / "none")
 
 
 def test_a_ladder_is_trained_from_scratch(tmp_path: Path) -> None:
@@ -198,6 +201,20 @@ def test_weights_that_are_lost_end_the_training_with_a_reason(tmp_path: Path) ->
     with pytest.raises(FloatingPointError, match=r"no longer finite.*Lower it"):
         train_policy(tiny(learning_rate=1e30), 0, tmp_path / "policy")
     assert load_state(tmp_path / "policy") is None
+
+
+def test_the_learning_rate_falls_with_decisions_whatever_segments_there_are(tmp_path: Path) -> None:
+    folder = train_policy(tiny(learning_rate="lin_0.01", clip_range="lin_0.2"), 0, tmp_path / "policy")
+    logged = [one for one in read_json(folder / RESULT_FILE)["metrics"] if "train/learning_rate" in one]
+    shares = [index / 6 for index in range(6)]
+    assert [one["train/learning_rate"] for one in logged] == pytest.approx([0.01 * (1.0 - share) for share in shares])
+    assert [one["train/clip_range"] for one in logged] == pytest.approx([0.2 * (1.0 - share) for share in shares])
+
+
+def test_banks_without_a_usable_task_are_named(tmp_path: Path) -> None:
+    slow = {**TASKS, "lr_bits": {"low": -30.0, "high": -30.0}}
+    with pytest.raises(SettingsError, match="None of the 4 tasks of bank 'train' is usable"):
+        train_policy(tiny(train={"size": 4, "distribution": slow}), 0, tmp_path / "policy")
 
 
 def test_a_curriculum_plays_the_tasks_of_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def test_seeds_are_named_one_after_the_other(config: Path, tmp_path: Path, monke
 
     def train(settings: Any, seeds: Any, out: Path, **options: Any) -> dict[int, str]:
         seen.update(seeds=seeds, jobs=options["jobs"], decisions=settings.decisions)
-        return {seed: "exit code -9\nlast words" for seed in seeds}
+        return dict.fromkeys(seeds, "exit code -9\nlast words")
 
     monkeypatch.setattr(seeds_module, "train_seeds", train)
     done = call("--seeds", 0, 1, "2,3", "--jobs", 2, "--config", config, "--out", tmp_path / "out")

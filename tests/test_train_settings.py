@@ -84,7 +84,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"mode": "absolute"}, "mode"),
         ({"train": {"name": "trian"}}, "Banks are"),
         ({"train": {"size": 0}}, "size"),
-        ({"table": {"clip": 2.0}}, "Clips are"),
+        ({"table": {"clip": 2.0}}, "must be one of"),
         ({"reward": {"time": -1.0}}, "not negative"),
         ({"curriculum": ({"until": 0.5},)}, r"the last one at 1\.0"),
         ({"curriculum": ({"until": 1.0}, {"until": 0.5})}, "Each stage ends later"),
@@ -106,7 +106,7 @@ def test_rollouts_are_cut_into_equal_parts_without_a_single_row() -> None:
             size = tiny(batch_size=batch_size).minibatch(rows)
             assert size >= 2
             assert rows % size != 1
-            assert size <= 2 * batch_size
+            assert size <= 1.5 * batch_size + 5
 
 
 def test_schedules_follow_the_share_of_decisions() -> None:

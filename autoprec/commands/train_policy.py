@@ -75,6 +75,7 @@ def add_to(app: typer.Typer) -> None:
         as_json: bool = json_option,
     ) -> None:
         _check_installed(tensorboard, wandb)
+        _check_kernels()
         from autoprec.policies.train_settings import SettingsError, load_settings
 
         try:
@@ -97,6 +98,17 @@ def _check_installed(tensorboard: bool, wandb: str | None) -> None:
         typer.echo(
             f"`autoprec train-policy` needs {', '.join(missing)}. Run `pip install {how}` in a checkout.", err=True
         )
+        raise typer.Exit(1)
+
+
+def _check_kernels() -> None:
+    import typer
+
+    from autoprec.ops import native
+
+    missing = native.missing()
+    if missing is not None:
+        typer.echo(f"`autoprec train-policy` needs the compiled kernels: {missing}.", err=True)
         raise typer.Exit(1)
 
 
