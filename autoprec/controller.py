@@ -22,6 +22,8 @@ from autoprec.encoding import Observation
 from autoprec.formats import FORMATS, get_format, nearest
 from autoprec.map_file import load_map
 from autoprec.planning import ModelFacts
+from autoprec.readings import GlobalReading, UnitReading
+from autoprec.table import Proposal
 
 Moves = NDArray[np.integer[Any]]
 
@@ -38,11 +40,14 @@ class Controller(ABC):
         name: Short name for records and reports.
         looks: Whether ``decide`` looks at the observation, so that a run shorter than the interval needs a word.
         needs_facts: Whether it is told of the model by ``note_facts``, at the start and before each ``decide``.
+        is_relative: Whether what ``decide`` requests is relative to what is there, as moves are: a clip threshold goes
+            on following the median norm by another multiplier, and a loss scale is not taken for somebody's choice.
     """
 
     name: str = "controller"
     looks: bool = True
     needs_facts: bool = False
+    is_relative: bool = False
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:  # noqa: B027
         """Begins a run afresh; in a resumed run a state is loaded after it.
@@ -64,7 +69,7 @@ class Controller(ABC):
         """
 
     def wants_errors(self) -> bool:
-        """Returns whether the facts before the next ``decide`` must hold newly measured errors."""
+        """Returns whether facts and readings before the next ``decide`` must hold newly measured errors."""
         return False
 
     def notes(self) -> Sequence[str]:
@@ -87,6 +92,17 @@ class Controller(ABC):
         """
         return None
 
+    def propose(self, units: Sequence[UnitReading], run: GlobalReading) -> Proposal | None:
+        """Returns what a table of costs and errors proposes; asked before an observation is made of the readings.
+
+        What it proposes is in the observation, as moves from where each knob is. Nothing else follows from it.
+
+        Args:
+            units: Readings of the units.
+            run: Reading of the run.
+        """
+        return None
+
     @abstractmethod
     def decide(self, observation: Observation) -> Moves | Action | None:
         """Decides from an observation.
@@ -99,7 +115,7 @@ class Controller(ABC):
         """
 
     def reasons(self) -> Mapping[str, str]:
-        """Returns why the latest decision asked for what it did, by unit name or ``"clip"``; for the record."""
+        """Returns why the latest decision asked for what it did, by name of the unit or knob; for the record."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,7 +255,9 @@ class MapController(Controller):
 
 
 _BY_NAME = {
+    "pretrained": "autoprec.policies.pretrained_policy:pretrained_policy",
     "rule": "autoprec.rule:RuleController",
+    "table": "autoprec.table_policy:TableController",
     "shape": "autoprec.policies.analytic:shape_policy",
     "fisher": "autoprec.policies.analytic:fisher_policy",
     "snip": "autoprec.policies.analytic:snip_policy",
@@ -247,27 +265,29 @@ _BY_NAME = {
 """Policies by name, each with the place of a callable that takes the settings, as an entry point has it. They build on
 this module, so it knows them by name only and imports them on use."""
 
+_LEARNED = "autoprec.policies.pretrained_policy:PretrainedController"
+
 
 def resolve_policy(policy: str | Path | Controller, config: AutoPrecisionConfig | None = None) -> Controller:
     """Returns the controller that ``policy`` names.
 
     Args:
-        policy: ``"rule"``, ``"shape"``, ``"fisher"``, ``"snip"``, ``"fixed:<format>"``, the path of a file written by
-            ``save_map``, or a controller.
-        config: Settings for a policy made by name.
+        policy: ``"rule"``, ``"table"``, ``"pretrained"``, ``"shape"``, ``"fisher"``, ``"snip"``, ``"fixed:<format>"``,
+            the folder of a learned policy, the path of a file written by ``save_map``, or a controller.
+        config: Settings for a policy made by name or from a folder.
 
     Raises:
-        FileNotFoundError: If the path of a map has no file.
+        FileNotFoundError: If the path of a map has no file, a folder lacks the files of a policy, or none is shipped.
         ModuleNotFoundError: If a policy needs an extra that is not installed.
         TypeError: If ``policy`` is something else.
-        ValueError: If there is no such policy, or the file is not a map.
+        ValueError: If there is no such policy, the file is not a map, or the policy in a folder cannot be used.
     """
     if isinstance(policy, Controller):
         return policy
     if not isinstance(policy, (str, Path)):
         raise TypeError(
             f"Passed `policy={policy!r}` with type `{type(policy).__qualname__}`."
-            " `policy` must be a policy's name, the path of a map or a Controller."
+            " `policy` must be a policy's name, the folder of a policy, the path of a map or a Controller."
         )
     if isinstance(policy, str) and policy in _BY_NAME:
         controller: Controller = pkgutil.resolve_name(_BY_NAME[policy])(config)
@@ -276,9 +296,13 @@ def resolve_policy(policy: str | Path | Controller, config: AutoPrecisionConfig 
         return FixedController(policy.removeprefix("fixed:"))
     if Path(policy).suffix in (".yaml", ".yml") or Path(policy).is_file():
         return MapController(policy)
+    if Path(policy).is_dir() or isinstance(policy, Path) or len(Path(policy).parts) > 1:
+        learned: Controller = pkgutil.resolve_name(_LEARNED)(policy, config)
+        return learned
     known = [*_BY_NAME, *_fixed_names()]
     raise ValueError(
-        f"Passed `policy={str(policy)!r}`. Known policies: {sorted(known)}, the path of a map file, or a Controller."
+        f"Passed `policy={str(policy)!r}`. Known policies: {sorted(known)}, the folder of a policy, the path of a"
+        " map file, or a Controller."
         f"{nearest(str(policy), known)}"
     )
 

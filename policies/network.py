@@ -7,8 +7,7 @@ does not: its file (``policy_file``), its training, and what moves are relative 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +116,8 @@ class PolicyNetwork(nn.Module):
     def moves(self, observation: NDArray[Any]) -> NDArray[np.int64]:
         """Returns the likeliest move of each row; keep, unless another one is likelier.
 
-        The same rows give the same moves whatever goes on around it: in float32, without gradients, autocast or
-        reduced-precision products.
+        It computes what ``forward`` does, in numpy: torch's autocast, modes, defaults and reduced-precision products,
+        which the user may have switched on, have no say in it, and it takes half the time.
 
         Args:
             observation: ``[N, features]``, as ``autoprec.encoding.encode`` returns it. Not changed.
@@ -129,15 +128,33 @@ class PolicyNetwork(nn.Module):
         Raises:
             FloatingPointError: If a logit is not finite, which takes weights that are not.
         """
-        # a copy: observations may be read-only, which torch warns of
-        rows = torch.from_numpy(np.array(observation, dtype=np.float32, order="C"))
-        with torch.no_grad(), _full_precision():
-            logits = self(rows.to(self.mean.device)).cpu().numpy()
+        rows = np.asarray(observation, dtype=np.float32)
+        self._check_shape(rows.shape)
+        with np.errstate(all="ignore"):
+            logits, novelty = self._plain_logits(rows), self._plain_novelty(rows)
+            lower, higher = ((logits[:, move] - logits[:, 1]) * np.exp(-novelty) - novelty for move in (0, 2))
         if not np.isfinite(logits).all():
             raise FloatingPointError("the policy network's output is not finite")
-        lower, keep, higher = logits[:, 0], logits[:, 1], logits[:, 2]
         # of two equally good moves the one to the wider format
-        return np.where(np.maximum(lower, higher) > keep, np.where(higher >= lower, 1, -1), 0)
+        return np.where(np.maximum(lower, higher) > 0, np.where(higher >= lower, 1, -1), 0)
+
+    def _plain_logits(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        mean, std = _plain(self.mean), np.maximum(_plain(self.std), np.float32(MIN_STD))
+        values = (rows - mean) / std
+        if not np.isfinite(rows).all():
+            values = np.where(np.isfinite(rows), values, np.float32(0.0))
+        values = np.clip(values, -MAX_NORMAL, MAX_NORMAL)
+        for layer in self.body:
+            if isinstance(layer, nn.Linear):
+                values = np.tanh(values @ _plain(layer.weight).T + _plain(layer.bias))
+        return np.asarray(values @ _plain(self.head.weight).T + _plain(self.head.bias))
+
+    def _plain_novelty(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
+        low, high = _plain(self.low), _plain(self.high)
+        half_width = np.maximum((high - low) / 2, np.float32(MIN_STD))
+        distance = np.maximum(low - rows, rows - high) / half_width
+        distance = np.where(np.isfinite(rows), distance, np.float32(MAX_DISTANCE))
+        return np.asarray(np.clip(distance, 0.0, MAX_DISTANCE).sum(axis=1))
 
     def set_normalisation(self, rows: Tensor) -> None:
         """Takes mean and spread of each feature from rows; before training, since it changes what the network sees.
@@ -182,12 +199,15 @@ class PolicyNetwork(nn.Module):
         self.high.copy_(torch.where(is_unused, LIMIT, high))
 
     def _checked(self, rows: Tensor) -> Tensor:
-        if rows.ndim != 2 or rows.shape[1] != self.features:
+        self._check_shape(rows.shape)
+        return rows.to(torch.float32)
+
+    def _check_shape(self, shape: Sequence[int]) -> None:
+        if len(shape) != 2 or shape[1] != self.features:
             raise ValueError(
-                f"Passed rows of shape {list(rows.shape)} to a policy network with {self.features} features."
+                f"Passed rows of shape {list(shape)} to a policy network with {self.features} features."
                 f" Rows must have shape [N, {self.features}]."
             )
-        return rows.to(torch.float32)
 
     def _normalised(self, rows: Tensor) -> Tensor:
         normal = (rows - self.mean) / self.std.clamp(min=MIN_STD)
@@ -238,16 +258,8 @@ def _linear(inner: int, outer: int, gain: float, generator: torch.Generator) -> 
     return layer
 
 
-@contextmanager
-def _full_precision() -> Iterator[None]:
-    """Has float32 products computed in float32, whatever ``torch.set_float32_matmul_precision`` was called with."""
-    setting: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    found = setting.fp32_precision
-    setting.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        setting.fp32_precision = found
+def _plain(value: Tensor) -> NDArray[np.float32]:
+    return np.asarray(value.detach().cpu().numpy())
 
 
 def _refuse_hub_options(name: str, options: dict[str, Any]) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -20,10 +22,11 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator
 
 from autoprec.encoding import FEATURES, VERSION
 from autoprec.policies.network import MOVES, PolicyNetwork
+from autoprec.table import TableSettings
 
 CARD_FILE = "policy.json"
 WEIGHTS_FILE = "policy.safetensors"
@@ -44,7 +47,8 @@ class PolicyCard(BaseModel):
         features: Names of the columns of a row, in order.
         hidden: Widths of the hidden layers.
         mode: ``"offset"``: moves are relative to what the table proposes; ``"ladder"``: to where a knob is.
-        table: Settings of the table that it was trained on.
+        table: Fields of the ``TableSettings`` that it was trained with; those that are missing have their defaults.
+            ``"inf"`` stands for infinity.
         training: How it was trained; anything that JSON can hold.
         name: Short name for records and reports.
         weights_sha256: Of the file of the weights that belongs to it; ``save_policy`` writes it.
@@ -61,6 +65,33 @@ class PolicyCard(BaseModel):
     training: dict[str, JsonValue] = {}
     name: _Name = "policy"
     weights_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+
+    @field_validator("table", mode="before")
+    @classmethod
+    def _as_json(cls, table: Any) -> Any:
+        """Takes ``TableSettings`` as well; JSON knows neither tuples nor infinity."""
+        given = asdict(table) if isinstance(table, TableSettings) else table
+        if not isinstance(given, Mapping):
+            return given
+        listed = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+        return {name: "inf" if value == math.inf else value for name, value in listed.items()}
+
+    @field_validator("table")
+    @classmethod
+    def _check_table(cls, table: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        try:
+            _table_settings(table)
+        except TypeError as error:  # pydantic reports only a ValueError as a fault of the field
+            raise ValueError(str(error)) from error
+        return table
+
+    def table_settings(self) -> TableSettings:
+        """Returns ``table`` as settings."""
+        return _table_settings(self.table)
+
+
+def _table_settings(table: Mapping[str, Any]) -> TableSettings:
+    return TableSettings(**{name: math.inf if value == "inf" else value for name, value in table.items()})
 
 
 def card_for(network: PolicyNetwork, card: PolicyCard | Mapping[str, Any] | None = None) -> PolicyCard:
