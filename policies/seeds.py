@@ -9,7 +9,8 @@ import contextlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -126,9 +127,23 @@ def _start(settings: TrainSettings, seed: int, folder: Path, writers: MakeWriter
     connection, other = context.Pipe(duplex=False)
     log = folder / LOG_FILE
     process = context.Process(target=_serve, args=(settings, seed, folder, writers, other, log))
-    process.start()
+    with _ctrl_c_withheld():
+        process.start()
     other.close()
     return _Job(process, connection, log)
+
+
+@contextmanager
+def _ctrl_c_withheld() -> Iterator[None]:
+    """Has Ctrl-C reach this process alone: one that is started meanwhile inherits the mask."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _serve(

@@ -10,8 +10,10 @@ import random
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -31,6 +33,7 @@ from autoprec.envs.proxy_env import ProxyVecEnv
 from autoprec.policies import ppo, seeds
 from autoprec.policies.ppo import bank_tasks, of_stage, train_policy
 from autoprec.policies.row_policy import RowPolicy, to_network
+from autoprec.policies.training_logs import writers_of
 from autoprec.policies.training_watch import Progress
 
 pytestmark = needs_cpu_kernels
@@ -258,6 +261,23 @@ def test_seeds_side_by_side_are_those_of_single_trainings(trained: Path, tmp_pat
     assert "Cannot go on from" in failures[6]
     selection = seeds.select(tmp_path, [5, 6], {"command": "none"})
     assert (selection["selected"], selection["unfinished"], selection["command"]) == (5, [6], "none")
+
+
+def test_metrics_go_to_wandb_on_an_axis_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, wandb = MagicMock(), MagicMock()
+    wandb.init.return_value = run
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    folder = tmp_path / "mine" / "seed-3"
+    folder.mkdir(parents=True)
+    writers = partial(writers_of, 3, folder, wandb="project")
+    train_policy(tiny(decisions=32, segment=1), 3, folder, writers=writers)
+    assert wandb.init.call_args.kwargs.items() >= {"project": "project", "name": "mine-seed-3"}.items()
+    run.define_metric.assert_called_once_with("*", step_metric="timesteps")
+    sent = [call.args[0] for call in run.log.call_args_list]
+    assert any("eval/score" in row and "timesteps" in row for row in sent)
+    run.finish.assert_called_once_with()
+    train_policy(tiny(decisions=32, segment=1), 3, folder, writers=writers)
+    wandb.init.assert_called_once()  # a finished training has nothing to say
 
 
 def test_the_best_seed_in_validation_is_selected(tmp_path: Path) -> None:

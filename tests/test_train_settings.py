@@ -5,6 +5,7 @@ Time budget: 2 s.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert schedule(settings.learning_rate)(0.7) == 1e-3
     assert settings.train.distribution is not None
     assert settings.train.distribution.regimes == (0, 0, 1)
+
+
+def test_the_file_in_the_documentation_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "policies.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (block,) = [text for text in blocks if "decisions:" in text]
+    path = tmp_path / "late.yaml"
+    path.write_text(block)
+    settings = load_settings(path)
+    assert settings.table.threshold == 0.2
+    assert [stage.until for stage in settings.curriculum] == [0.3, 1.0]
 
 
 @pytest.mark.parametrize(
