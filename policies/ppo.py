@@ -242,8 +242,6 @@ class _Training:
     def _result(self) -> dict[str, Any]:
         state = self._state
         first, best = state.validations[0], state.validations[state.best_at]
-        gains = np.subtract(best["scores"], first["scores"])
-        error = float(gains.std(ddof=1) / np.sqrt(len(gains))) if len(gains) > 1 else 0.0
         return {
             "seed": self._seed,
             "decisions": state.decisions,
@@ -251,8 +249,8 @@ class _Training:
             "seconds": round(state.seconds, 1),
             "sittings": state.sittings,
             "best": _summary(best),
-            "gain": {"over_decision_0": float(gains.mean()), "standard_error": error},
-            "validations": state.validations,
+            "gain": _gain(best, first),
+            "validations": [{**one, "gain": _gain(one, first)} for one in state.validations],
             "metrics": state.metrics,
         }
 
@@ -288,6 +286,13 @@ def _environment(settings: TrainSettings, tasks: Tasks) -> ProxyVecEnv:
 
 def _summary(validation: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in validation.items() if name != "scores"}
+
+
+def _gain(validation: dict[str, Any], first: dict[str, Any]) -> dict[str, float]:
+    """What was won task by task since decision 0."""
+    gains = np.subtract(validation["scores"], first["scores"])
+    error = float(gains.std(ddof=1) / np.sqrt(len(gains))) if len(gains) > 1 else 0.0
+    return {"over_decision_0": float(gains.mean()), "standard_error": error}
 
 
 def _seed_of(seed: int, purpose: int, rollouts: int) -> int:

@@ -21,7 +21,7 @@ from autoprec.policies.training_watch import Progress as Now
 
 
 class TrainingScreen:
-    """Shows a bar for each seed in a terminal; elsewhere a line for each tenth of its decisions.
+    """Shows a bar for each seed in a terminal; elsewhere a line for each tenth of its twins and decisions.
 
     Args:
         console: Where to print.
@@ -47,7 +47,7 @@ class TrainingScreen:
             self._bars[key] = self._progress.add_task(text, total=now.total)
         self._progress.update(self._bars[key], completed=now.done, description=text)
         tenth = now.done * 10 // max(now.total, 1)
-        if not self._console.is_terminal and tenth > self._tenths.get(key, -1):
+        if not self._console.is_terminal and now.phase != "statistics" and tenth > self._tenths.get(key, -1):
             self._console.print(f"{text}  {now.done} of {now.total}", markup=False, highlight=False, soft_wrap=True)
         self._tenths[key] = tenth
 
