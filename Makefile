@@ -9,7 +9,7 @@ DATA := $(wildcard autoprec/hardware/data/*.toml autoprec/hardware/data/*/*.toml
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(DATA) $(KERNELS)
 
 .PHONY: demo test slow lint types imports check gates bench bench-quick calibrate-check convergence divergence sanitize \
-	triton-aot zoo range-lowest range-newest range chaos compare-demo check-all clean
+	train-policy-quick triton-aot zoo range-lowest range-newest range chaos compare-demo check-all clean
 
 demo: $(READY)
 	$(BIN)/autoprec demo
@@ -41,6 +41,10 @@ check: lint types imports test
 # whether the proxies are worth training a policy on; twins that an earlier run has trained are reused
 gates: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/gates.py
+
+# trains a small policy and plays it on tasks that it has not learnt from, under 5 minutes
+train-policy-quick: $(READY)
+	$(BIN)/autoprec train-policy --quick --out build/policy-quick
 
 # started again after an interruption, it measures only what is missing; `python -m benchmarks.train --help` has options
 bench: $(READY)

@@ -75,8 +75,8 @@ def run_twins(tasks: Sequence[Task], *, threads: int = 1) -> list[Twin]:
 
 
 def cache_folder() -> Path:
-    """Returns where twins are kept."""
-    return Path(platformdirs.user_cache_dir("autoprec")) / "twins"
+    """Returns where twins are kept: in ``AUTOPREC_CACHE_DIR``, else in the user's folder for caches."""
+    return Path(os.environ.get("AUTOPREC_CACHE_DIR") or platformdirs.user_cache_dir("autoprec")) / "twins"
 
 
 def bank_twins(

@@ -10,16 +10,15 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
 
 from autoprec.compare.gate import steered_callback
 from autoprec.compare.messages import Done, Failed
+from autoprec.own_process import end_with_parent, redirect_output
 from autoprec.resident_memory import peak_resident_bytes
 from autoprec.units import find_units
 
@@ -48,8 +47,8 @@ def serve(body: Body, threads: int, connection: Connection, log: Path) -> None:
         log: File that receives what the run prints.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its runs
-    _end_with_parent()
-    _redirect_output(log)
+    end_with_parent()
+    redirect_output(log)
     os.environ.pop("AUTOPREC_AUTO", None)  # would add the callback to the static arms too
     torch.set_num_threads(threads)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
@@ -93,21 +92,3 @@ def peak_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return peak_resident_bytes()
-
-
-def _end_with_parent() -> None:
-    """Ends this process as soon as its parent is gone, also in the middle of a step."""
-    parent = parent_process()
-    assert parent is not None, "a run has a process of its own"
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    Thread(target=watch, name="autoprec-parent", daemon=True).start()
-
-
-def _redirect_output(log: Path) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
