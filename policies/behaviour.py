@@ -115,16 +115,15 @@ def report(recording: Recording, without_guard: Recording | None = None) -> Beha
         level_by_fifth=measures.by_fifth(recording, level),
         batch_by_fifth=measures.by_fifth(recording, recording.batch),
         clip_by_fifth=measures.by_fifth(recording, recording.clip),
-        batch_with_doubling_cost=measures.correlation_over_tasks(
-            _late_batch(recording), measures.doubling_cost(recording)
-        ),
+        batch_with_doubling_cost=_batch_with_doubling_cost(recording),
         level_by_profile=measures.mean_by(recording, {name: profiles == name for name in named}, level),
     )
 
 
-def _late_batch(recording: Recording) -> NDArray[Any]:
+def _batch_with_doubling_cost(recording: Recording) -> Interval:
     is_late = np.nan_to_num(recording.share) > LATE_SHARE
-    return measures.mean_over_time(recording, recording.batch, is_late)
+    batch = measures.mean_over_time(recording, recording.batch, is_late)
+    return measures.correlation_over_tasks(batch, measures.doubling_cost(recording))
 
 
 def _rates_text(name: str, rates: RaiseRates) -> list[str]:

@@ -196,7 +196,7 @@ def by_fifth(recording: Recording, values: Array) -> tuple[float, ...]:
 
 
 def mean_over_time(recording: Recording, values: Array, counts: Array) -> Array:
-    """Returns ``[tasks]``: means over windows, by the time they took: fast steps come in more windows, not in more time.
+    """Returns ``[tasks]``: means over windows by the time they took: fast steps have more windows, not more time.
 
     Args:
         recording: What a policy did.

@@ -160,7 +160,7 @@ def search(
     journal: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Tuned:
-    """Searches until the budget is spent. Same seed, same result; so has a search that was interrupted and called again.
+    """Searches until the budget is spent. Same seed, same result, also after an interruption.
 
     Args:
         problem: What is searched for.
@@ -209,10 +209,10 @@ def _run_trial(study: Study, problem: Problem, seed: int, meter: Meter) -> bool:
         return False
     trial.set_user_attr("params", params)
     trial.set_user_attr("decisions", meter.used - before)
-    is_whole = len(scores) == problem.tasks
-    study.tell(
-        trial, float(scores.mean()) if is_whole else None, TrialState.COMPLETE if is_whole else TrialState.PRUNED
-    )
+    if len(scores) == problem.tasks:
+        study.tell(trial, float(scores.mean()))
+    else:
+        study.tell(trial, state=TrialState.PRUNED)
     return meter.used < meter.budget
 
 
@@ -237,7 +237,7 @@ def _study(problem: Problem, seed: int, journal: Path | None) -> Study:
     study.set_user_attr("mark", mark)
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)  # the interrupted one is run again from its beginning
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+    for _ in study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
         study.tell(study.ask(), state=TrialState.FAIL)
     return study
 
