@@ -121,8 +121,8 @@ def report(recording: Recording, without_guard: Recording | None = None) -> Beha
 
 
 def _batch_with_doubling_cost(recording: Recording) -> Interval:
-    is_late = np.nan_to_num(recording.share) > LATE_SHARE
-    batch = measures.mean_over_time(recording, recording.batch, is_late)
+    late = measures.SHARES[measures.SHARES > LATE_SHARE]
+    batch = measures.at_shares(recording, recording.batch, late).mean(axis=0)
     return measures.correlation_over_tasks(batch, measures.doubling_cost(recording))
 
 

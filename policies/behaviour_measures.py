@@ -23,6 +23,8 @@ DECISIONS = 2
 LOOK_BACK = 4
 """Windows over which the spread of a range is taken."""
 FIFTHS = 5
+SHARES = (np.arange(100) + 0.5) / 100
+"""Shares of the budget at which means over time are taken."""
 RESAMPLES = 2000
 _FEWEST_WINDOWS = 5
 
@@ -178,34 +180,30 @@ def rank_correlation(a: Array, b: Array) -> float:
     return float(np.corrcoef(rankdata(a[known]), rankdata(b[known]))[0, 1])
 
 
+def at_shares(recording: Recording, values: Array, shares: Array) -> Array:
+    """Returns what held at shares of the budget: windows count by their time, however many fast steps make.
+
+    Args:
+        recording: What a policy did.
+        values: ``[windows, tasks]``.
+        shares: ``[shares]``, 0 to 1. Before the first window it stands for what follows, after the last one for what was.
+
+    Returns:
+        ``[shares, tasks]``.
+    """
+    began = np.where(recording.is_played, recording.share, np.inf)
+    window = np.stack([(began <= share).sum(axis=0) - 1 for share in shares])
+    return np.asarray(np.take_along_axis(np.asarray(values, dtype=np.float64), np.maximum(window, 0), axis=0))
+
+
 def by_fifth(recording: Recording, values: Array) -> tuple[float, ...]:
-    """Returns means by fifth of the budget, within tasks by the time that windows took, then over tasks.
+    """Returns means over tasks and time by fifth of the budget.
 
     Args:
         recording: What a policy did.
         values: ``[windows, tasks]``.
     """
-    share = np.where(recording.is_played, recording.share, 0.0)
-    part = np.minimum((share * FIFTHS).astype(np.int64), FIFTHS - 1)
-    means = []
-    for fifth in range(FIFTHS):
-        of_task = mean_over_time(recording, values, part == fifth)
-        seen = ~np.isnan(of_task)
-        means.append(float(of_task[seen].mean()) if seen.any() else float("nan"))
-    return tuple(means)
-
-
-def mean_over_time(recording: Recording, values: Array, counts: Array) -> Array:
-    """Returns ``[tasks]``: means over windows by the time they took: fast steps have more windows, not more time.
-
-    Args:
-        recording: What a policy did.
-        values: ``[windows, tasks]``.
-        counts: ``[windows, tasks]``: which windows count.
-    """
-    took = np.where(recording.is_played & counts, recording.steps * np.nan_to_num(recording.step_time), 0.0)
-    total, time = (took * np.where(took > 0, values, 0.0)).sum(axis=0), took.sum(axis=0)
-    return np.where(time > 0, total / np.where(time > 0, time, 1.0), np.nan)
+    return tuple(float(part.mean()) for part in np.split(at_shares(recording, values, SHARES), FIFTHS))
 
 
 def mean_level(recording: Recording) -> Array:
@@ -244,16 +242,16 @@ def correlation_over_tasks(a: Array, b: Array) -> Interval:
     return Interval(value, float(low), float(high))
 
 
-def mean_by(recording: Recording, keys: Mapping[str, Array], values: Array) -> dict[str, float]:
-    """Returns means over each group of tasks, within tasks by the time that windows took.
+def mean_by(recording: Recording, groups: Mapping[str, Array], values: Array) -> dict[str, float]:
+    """Returns means over time and the tasks of each group that has any.
 
     Args:
         recording: What a policy did.
-        keys: ``[tasks]`` by name: which tasks belong to the group.
+        groups: ``[tasks]`` by name: which tasks belong to it.
         values: ``[windows, tasks]``.
     """
-    of_task = mean_over_time(recording, values, recording.is_played)
-    return {name: float(np.nanmean(of_task[chosen])) for name, chosen in keys.items() if chosen.any()}
+    of_task = at_shares(recording, values, SHARES).mean(axis=0)
+    return {name: float(of_task[chosen].mean()) for name, chosen in groups.items() if chosen.any()}
 
 
 def _raised(recording: Recording) -> Array:
