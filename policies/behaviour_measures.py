@@ -186,7 +186,7 @@ def at_shares(recording: Recording, values: Array, shares: Array) -> Array:
     Args:
         recording: What a policy did.
         values: ``[windows, tasks]``.
-        shares: ``[shares]``, 0 to 1. Before the first window it stands for what follows, after the last one for what was.
+        shares: ``[shares]``, 0 to 1. The first window stands for what was before, the last for what follows.
 
     Returns:
         ``[shares, tasks]``.

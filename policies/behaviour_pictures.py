@@ -100,7 +100,7 @@ def draw_episode(recording: Recording, task: int, path: Path, title: str) -> Non
             axes.set_ylabel(name)
         for axes, values, name, ticks in (
             (panels[3], recording.batch, "batch size", [str(size) for size in BATCH_SIZES]),
-            (panels[4], recording.clip, "clip\n(median norms)", _clip_names()),
+            (panels[4], recording.clip, "clip\n(medians)", _clip_names()),
         ):
             axes.plot(at, values[:windows, task], color=_LINES[1], drawstyle="steps-mid", linewidth=1.6)
             _name_ticks(axes, name, ticks)
@@ -148,7 +148,7 @@ def _draw_lines(axes: Axes, recording: Recording, values: Array, groups: Mapping
     groups = {name: chosen for name, chosen in groups.items() if chosen.any()}
     for place, (name, chosen) in enumerate(groups.items()):
         # lines that lie on each other are thick, thinner, thinnest
-        width = 2.0 + 1.5 * (len(groups) - 1 - place)
+        width = 1.6 + 1.0 * (len(groups) - 1 - place)
         label = f"{name} ({int(chosen.sum())} tasks)"
         mean = found[:, chosen].mean(axis=1)
         axes.plot(SHARES, mean, color=_LINES[place % len(_LINES)], linewidth=width, label=label, alpha=0.9)

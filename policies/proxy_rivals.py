@@ -11,7 +11,7 @@ gradient ``|g|`` and the amax of the weight.
 - Were errors independent of gradients, those of the weight would change the loss by ``|g| * r * e_w`` (one standard
   deviation), and those of the input, which reach the output through the weight, by ``|g| * r * e_x``: the output moves
   as far. So ``loss_divergence`` and ``taylor`` are ``|g| * r * sqrt(e_x**2 + e_w**2)``, and ``fisher`` is half the
-  batch size times its square. Gradients and losses are those of the likelihood: the loss factor of the task is divided out.
+  batch size times its square. Gradients and losses are those of the likelihood: the task's loss factor is divided out.
 - ``own_gradient`` and ``passed_gradient`` are ``sqrt(e_g**2 + e_x**2)`` and ``sqrt(e_g**2 + e_w**2)``, as in live runs.
 - ``update_share`` is the learning rate over ``r`` for Adam, whose steps have about that size, and times the root mean
   square of the gradient for SGD.
