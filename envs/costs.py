@@ -128,7 +128,9 @@ def _step_times(overhead: Array, exponent: Array) -> StepTimes:
 @cache
 def _guessed_step_times() -> StepTimes:
     """Over all overheads and exponents that hardware might have."""
-    overhead, exponent = np.meshgrid(*(np.linspace(r.low, r.high, 9) for r in (NOMINAL.overhead, NOMINAL.batch_exponent)))
+    overhead, exponent = np.meshgrid(
+        *(np.linspace(r.low, r.high, 9) for r in (NOMINAL.overhead, NOMINAL.batch_exponent))
+    )
     each = _step_times(overhead.ravel(), exponent.ravel())
     covariance = np.cov(each.times.T) + np.eye(len(BATCH_SIZES)) * _EXACT_SD**2
     return StepTimes(times=each.times.mean(axis=0), covariance=covariance, growth=each.growth.mean(axis=0))

@@ -93,7 +93,12 @@ def compare(policy: Array, rival: Array) -> Comparison:
     return Comparison(
         difference=mean(own - rival),
         win_rate=float(is_better.mean()) if tasks else math.nan,
-        improvement=mean(is_better + 0.5 * (own == rival)),
+        improvement=_share(mean(is_better + 0.5 * (own == rival))),
         tasks=tasks,
         seeds=seeds,
     )
+
+
+def _share(found: Interval) -> Interval:
+    """An interval of a share of which no end lies outside of [0, 1]."""
+    return Interval(*(value if math.isnan(value) else min(max(value, 0.0), 1.0) for value in found))
