@@ -107,7 +107,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
-    from autoprec.commands import compare, hardware
+    from autoprec.commands import compare, evaluate_policy, hardware
 
     app = typer.Typer(
         help=_APP_HELP,
@@ -151,6 +151,7 @@ def build_app() -> typer.Typer:
 
     compare.add_to(app)
     hardware.add_to(app)
+    evaluate_policy.add_to(app)
 
     @app.command("version", help="Prints the version.")
     def version_() -> None:

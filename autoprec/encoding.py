@@ -42,6 +42,9 @@ row has no use for is 0, so that one small policy serves every row of every mode
 | ``error`` ``error_lower`` ``error_higher`` | (log2(error) + 7) / 7 in the current and in both neighbouring formats |
 | ``error_known`` | 1 where it is known; the error is relative to the centred tensors, 2 where one overflows |
 | ``step_time`` ``step_time_known`` | log2(step time / that of the run's first steps) / 4, and its flag |
+| ``cost_lower_spread`` ``cost_higher_spread`` | standard deviations of ``cost_lower`` and ``cost_higher``, times 10 |
+| ``learning_rate`` | log2(learning rate / the largest so far) / 8 |
+| ``adaptive`` | 1 if the optimizer divides by the gradients' own size, as Adam does |
 
 Readings are of unscaled gradients and of the loss per batch. Loss scale and accumulation therefore show nowhere but in
 the features that are named after the loss scale.
@@ -51,6 +54,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -92,7 +96,7 @@ __all__ = [
     "log_steps",
 ]
 
-VERSION = 3
+VERSION = 4
 """Version of the layout of observations and actions. A policy made for another one is refused."""
 
 CLIP_MULTIPLIERS = (0.5, 1.0, 1.5, 3.0, 8.0, math.inf)
@@ -215,7 +219,7 @@ _UNIT_NUMBERS = (
 _RUN_NUMBERS = (
     *("loss_change_bits", "loss_scale", "growth_tracker", "applied_share", "clipped_share", "clip_threshold"),
     *("median_norm", "progress", "batch_size", "effective_batch", "noise_scale", "noise_scale_error"),
-    *("memory_share", "utilization", "step_time_bits"),
+    *("memory_share", "utilization", "step_time_bits", "learning_rate_bits"),
 )
 
 
@@ -231,6 +235,7 @@ def _run_columns(globals: GlobalReading) -> RunColumns:
         loss_scale_trend=np.array([drift_bits(globals.loss_scale_history)]),
         norm_cv=np.array([spread(finite(globals.norms))]),
         norm_trend=np.array([drift_bits(globals.norms)]),
+        is_adaptive=np.array([globals.is_adaptive]),
         is_norm_nonfinite=np.array([not np.isfinite(np.asarray(globals.norms)).all()]),
         can_lower=np.array([[move(globals, -1) is not None for move in moved]]),
         can_raise=np.array([[move(globals, 1) is not None for move in moved]]),
@@ -250,7 +255,7 @@ def _prices(units: Sequence[UnitReading], globals: GlobalReading) -> Prices | No
         shared[batch] = getattr(globals, name)
         return np.array([*(getattr(unit, name) for unit in units), *shared])
 
-    return Prices(proposal=column("proposal"), cost_lower=column("cost_lower"), cost_higher=column("cost_higher"))
+    return Prices(**{field.name: column(field.name) for field in fields(Prices)})
 
 
 def _is_nonfinite(unit: UnitReading) -> bool:

@@ -67,6 +67,7 @@ _ERROR_FEATURES = ("error", "error_lower", "error_higher", "error_known")
 FEATURES: tuple[str, ...] = (
     *(*_KNOBS, "can_lower", "can_raise", *_UNIT_FEATURES, *_GLOBAL_FEATURES),
     *(*_PRICE_FEATURES, *_ERROR_FEATURES, "step_time", "step_time_known"),
+    *("cost_lower_spread", "cost_higher_spread", "learning_rate", "adaptive"),
 )
 """Names of the columns of an observation, in order."""
 
@@ -171,6 +172,8 @@ class RunColumns:
     memory_share: Column
     utilization: Column
     step_time_bits: Column
+    learning_rate_bits: Column
+    is_adaptive: Column
     can_lower: Column
     can_raise: Column
 
@@ -183,11 +186,15 @@ class Prices:
         proposal: Moves from where the knob is to what the table proposes.
         cost_lower: Relative change of the step time if the knob is lowered; per sample for the batch size.
         cost_higher: The same if it is raised.
+        cost_lower_spread: Standard deviation of ``cost_lower``; NaN where it was measured well.
+        cost_higher_spread: The same of ``cost_higher``.
     """
 
     proposal: Column
     cost_lower: Column
     cost_higher: Column
+    cost_lower_spread: Column
+    cost_higher_spread: Column
 
 
 @dataclass(frozen=True)
@@ -260,6 +267,8 @@ def _fill_prices(rows: Column, prices: Prices) -> None:
     rows[:, INDEX["proposal"]] = prices.proposal
     rows[:, INDEX["cost_lower"]] = 10.0 * prices.cost_lower
     rows[:, INDEX["cost_higher"]] = 10.0 * prices.cost_higher
+    rows[:, INDEX["cost_lower_spread"]] = 10.0 * prices.cost_lower_spread
+    rows[:, INDEX["cost_higher_spread"]] = 10.0 * prices.cost_higher_spread
     rows[:, INDEX["cost_known"]] = ~np.isnan(prices.cost_lower) | ~np.isnan(prices.cost_higher)
 
 
@@ -328,6 +337,8 @@ def _global_features(runs: RunColumns) -> Mapping[str, Column]:
         "utilization_known": ~np.isnan(runs.utilization),
         "step_time": runs.step_time_bits / 4.0,
         "step_time_known": ~np.isnan(runs.step_time_bits),
+        "learning_rate": runs.learning_rate_bits / 8.0,
+        "adaptive": runs.is_adaptive,
         **_noise_features(runs),
     }
 

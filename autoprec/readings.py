@@ -49,6 +49,8 @@ class UnitReading:
         error_higher: The same in the next higher one.
         cost_lower: Relative change of the step time if the unit takes the next lower legal format.
         cost_higher: The same for the next higher one.
+        cost_lower_spread: Standard deviation of ``cost_lower``, where it is estimated.
+        cost_higher_spread: The same of ``cost_higher``.
         proposal: Moves from the current format to the one that a table of costs and errors proposes; positive: higher.
     """
 
@@ -79,6 +81,8 @@ class UnitReading:
     error_higher: float = math.nan
     cost_lower: float = math.nan
     cost_higher: float = math.nan
+    cost_lower_spread: float = math.nan
+    cost_higher_spread: float = math.nan
     proposal: float = math.nan
 
     @property
@@ -118,8 +122,12 @@ class GlobalReading:
         movable: Which of ``"loss_scale"``, ``"batch_size"`` and ``"clip"`` act here. The others are masked.
         loss_scale_limits: Floor and cap of the loss scale.
         step_time_bits: log2 of the step time over that of the run's first steps.
+        learning_rate_bits: log2 of the learning rate over the largest so far.
+        is_adaptive: Whether the optimizer divides by the gradients' own size, as Adam does.
         cost_lower: Relative change of the time per sample at half the batch size.
         cost_higher: The same at twice the batch size.
+        cost_lower_spread: Standard deviation of ``cost_lower``, where it is estimated.
+        cost_higher_spread: The same of ``cost_higher``.
         proposal: Moves from the current batch size to the proposed one; positive: larger.
     """
 
@@ -142,8 +150,12 @@ class GlobalReading:
     movable: frozenset[str] = frozenset({"loss_scale", "batch_size", "clip"})
     loss_scale_limits: tuple[float, float] = (0.0, math.inf)
     step_time_bits: float = math.nan
+    learning_rate_bits: float = math.nan
+    is_adaptive: bool = False
     cost_lower: float = math.nan
     cost_higher: float = math.nan
+    cost_lower_spread: float = math.nan
+    cost_higher_spread: float = math.nan
     proposal: float = math.nan
 
     @functools.cached_property

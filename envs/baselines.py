@@ -160,11 +160,12 @@ class Table:
     def __call__(self, simulation: Simulation) -> None:
         """Sets the knobs."""
         s, settings = simulation, self.settings
-        s.level = propose_levels(s.worst_errors(), s.table.cost, s.ladder, s.level, settings.threshold)
+        costs = s.assumed_costs(settings.optimism)
+        s.level = propose_levels(s.worst_errors(), costs, s.ladder, s.level, settings.threshold)
         formats = s.formats
         amax = s.windows["gradient_amax"][:, : s.is_unit.shape[1]].astype(np.float64)
         needs = NEEDS_SCALE[formats] & s.is_unit
         s.loss_scale = propose_scale(amax, GRADIENT_LIMIT[formats], needs, s.loss_scale, settings.headroom_bits)
         s.batch_index = np.clip(propose_batch(s.share, settings), 0, len(BATCH_SIZES) - 1)
         s.clip_index = propose_clip(len(s), settings)
-        s.probes = s.since_probe + 1 >= np.array([task.probe_every for task in s.tasks])
+        s.probes = s.due_probes(settings.probe_every)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoprec.cost_estimate import CostEstimate, StepTimes
+from autoprec.envs.profiles import NOMINAL
 from autoprec.envs.proxies import BASE_BATCH, BATCH_SIZES, Task
 
 Array = NDArray[Any]
+
+_EXACT_SD = 1e-3
 
 
 @dataclass
@@ -43,8 +48,8 @@ class Charges:
         time: Array = (self.overhead + compute * self._batch_factor(batch_index)) / (1.0 + self.overhead)
         return time
 
-    def moved(self, formats: Array, batch_index: Array, others: Array) -> Array:
-        """Returns the relative change of the step time if one unit took another format.
+    def casts_moved(self, formats: Array, batch_index: Array, others: Array) -> Array:
+        """Returns by how much casts would change the step time if one unit took another format.
 
         Args:
             formats: ``[runs, units]``.
@@ -63,24 +68,18 @@ class Charges:
             count: Array = (has_before & (own != before)).astype(int) + (has_after & (own != after))
             return count
 
-        casts_saved = self.cast_cost[:, None] * (casts(others) - casts(formats))
-        change = self._units(others) - self._units(formats) + casts_saved
-        factor = self._batch_factor(batch_index) / (1.0 + self.overhead)
-        relative: Array = change * (factor / self.step_time(formats, batch_index))[:, None]
-        return relative
+        factor = self.cast_cost * self._batch_factor(batch_index) / (1.0 + self.overhead)
+        return np.asarray(factor[:, None] * (casts(others) - casts(formats)))
 
-    def elasticity(self, formats: Array, batch_index: Array, other_index: Array) -> Array:
-        """Returns the relative change of the time per sample at another batch size, NaN beyond the range.
+    def cast_time(self, formats: Array, batch_index: Array) -> Array:
+        """Returns what casts between neighbours in different formats take of a step.
 
         Args:
             formats: ``[runs, units]``.
             batch_index: ``[runs]``.
-            other_index: ``[runs]``; may lie one outside ``BATCH_SIZES``.
         """
-        sizes, inside = np.array(BATCH_SIZES), np.clip(other_index, 0, len(BATCH_SIZES) - 1)
-        now = self.step_time(formats, batch_index) / sizes[batch_index]
-        other = self.step_time(formats, inside) / sizes[inside]
-        return np.where(inside == other_index, other / now - 1.0, np.nan)
+        casts = self.cast_cost * self._changes(formats).sum(axis=1)
+        return np.asarray(casts * self._batch_factor(batch_index) / (1.0 + self.overhead))
 
     def _units(self, formats: Array) -> Array:
         return np.take_along_axis(self.cost, formats[:, :, None], axis=2)[:, :, 0]
@@ -92,6 +91,49 @@ class Charges:
     def _batch_factor(self, batch_index: Array) -> Array:
         ratio = np.array(BATCH_SIZES)[batch_index] / BATCH_SIZES[BASE_BATCH]
         return ratio**self.batch_exponent
+
+
+def begin_estimate(estimate: CostEstimate, table: Charges, ladder: Array, chosen: Mapping[int, Task]) -> None:
+    """Starts the estimates of runs from what their tasks tell: the table, or a guess where it is hidden.
+
+    Args:
+        estimate: Estimates of all runs.
+        table: What the table tells of all runs, filled for the chosen ones.
+        ladder: ``[runs, levels]``.
+        chosen: The task of each run that begins.
+    """
+    runs = np.array(list(chosen), dtype=np.intp)
+    formats = np.maximum(ladder[runs], 0)
+    share = np.where(table.is_unit[runs], table.cost[runs, :, 0], 0.0)
+    ratio = table.cost[runs] / np.where(share > 0, share, 1.0)[:, :, None]
+    known = np.array([not np.isnan(task.table).any() for task in chosen.values()])
+    told = np.take_along_axis(ratio, np.broadcast_to(formats[:, None, :], (*share.shape, formats.shape[1])), axis=2)
+    told = np.where(known[:, None, None] & (ladder[runs] >= 0)[:, None, :], told, np.nan)
+    exact, guessed = _step_times(table.overhead[runs], table.batch_exponent[runs]), _guessed_step_times()
+    times = StepTimes(
+        times=np.where(known[:, None], exact.times, guessed.times),
+        covariance=np.where(known[:, None, None], exact.covariance, guessed.covariance),
+        growth=exact.growth,
+    )
+    guess = np.array(NOMINAL.costs())[formats]
+    estimate.begin(runs, share, guess, told, 1.0 / (1.0 + table.overhead[runs]), times)
+
+
+def _step_times(overhead: Array, exponent: Array) -> StepTimes:
+    growth = (np.array(BATCH_SIZES) / BATCH_SIZES[BASE_BATCH]) ** exponent[:, None]
+    times = (overhead[:, None] + growth) / (1.0 + overhead[:, None])
+    return StepTimes(times=times, covariance=np.eye(len(BATCH_SIZES)) * _EXACT_SD**2, growth=growth)
+
+
+@cache
+def _guessed_step_times() -> StepTimes:
+    """Over all overheads and exponents that hardware might have."""
+    overhead, exponent = np.meshgrid(
+        *(np.linspace(r.low, r.high, 9) for r in (NOMINAL.overhead, NOMINAL.batch_exponent))
+    )
+    each = _step_times(overhead.ravel(), exponent.ravel())
+    covariance = np.cov(each.times.T) + np.eye(len(BATCH_SIZES)) * _EXACT_SD**2
+    return StepTimes(times=each.times.mean(axis=0), covariance=covariance, growth=each.growth.mean(axis=0))
 
 
 def learning_rate(tasks: Sequence[Task], share: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,8 @@ def _run_columns(s: Simulation, can_lower: Array, can_raise: Array) -> RunColumn
         memory_share=unknown,
         utilization=unknown,
         step_time_bits=np.log2(s.last_time / s.first_step_time),
+        learning_rate_bits=np.log2(s.learning_rate / s.largest_learning_rate),
+        is_adaptive=np.array([task.spec["optimizer"] != 0 for task in s.tasks]),
         can_lower=can_lower,
         can_raise=can_raise,
     )
@@ -163,12 +166,25 @@ def _clip_threshold(index: Array, median: Array) -> Array:
 
 
 def _prices(s: Simulation, at: Places, proposal: Array) -> Prices:
-    below, above = neighbours(s)
-    cost_lower, cost_higher = np.full((2, len(proposal)), np.nan)
-    unknown = np.where(s.is_table_known, 1.0, np.nan)
-    table = s.table
-    for column, other in ((cost_lower, below), (cost_higher, above)):
-        column[at.units] = (table.moved(s.formats, s.batch_index, other) * unknown[:, None])[s.is_unit]
-    for column, step in ((cost_lower, -1), (cost_higher, 1)):
-        column[at.knobs[:, 1]] = table.elasticity(s.formats, s.batch_index, s.batch_index + step) * unknown
-    return Prices(proposal=proposal, cost_lower=cost_lower, cost_higher=cost_higher)
+    columns = {field.name: np.full(len(proposal), np.nan) for field in fields(Prices)} | {"proposal": proposal}
+    last = s.levels - 1
+    expected = s.estimate.step_time(s.level, s.batch_index, s.cast_time())
+    for side, step in (("lower", 1), ("higher", -1)):
+        other = np.clip(s.level + step, 0, last[:, None])
+        change, spread = s.estimate.move(s.level, other, s.batch_index)
+        casts = s.table.casts_moved(s.formats, s.batch_index, np.take_along_axis(s.ladder, other, axis=1))
+        columns[f"cost_{side}"][at.units] = ((change + casts) / expected[:, None])[s.is_unit]
+        columns[f"cost_{side}_spread"][at.units] = (spread / expected[:, None])[s.is_unit]
+    for side, step in (("lower", -1), ("higher", 1)):
+        columns[f"cost_{side}"][at.knobs[:, 1]] = _elasticity(s, expected, step)
+    return Prices(**columns)
+
+
+def _elasticity(s: Simulation, expected: Array, step: int) -> Array:
+    """Relative change of the time per sample at the next batch size, NaN beyond the range."""
+    other = s.batch_index + step
+    inside = np.clip(other, 0, len(BATCH_SIZES) - 1)
+    time = s.estimate.step_time(s.level, inside, s.table.cast_time(s.formats, inside))
+    sizes = np.array(BATCH_SIZES)
+    change = (time / sizes[inside]) / (expected / sizes[s.batch_index]) - 1.0
+    return np.where(inside == other, change, np.nan)

@@ -19,6 +19,11 @@ class Range(BaseModel):
     low: float
     high: float
 
+    @property
+    def middle(self) -> float:
+        """Halfway between the ends."""
+        return (self.low + self.high) / 2.0
+
 
 class Profile(BaseModel):
     """What a kind of device charges.

@@ -28,6 +28,9 @@ class TableSettings:
         clip: Clip in units of the median norm, one of ``CLIP_MULTIPLIERS``.
         batch: Moves of the batch size from where it starts.
         schedule: Shares of the budget from which on the batch size is one move larger.
+        probe_every: Decisions from one look at errors to the next, where a look costs time.
+        optimism: Standard deviations that costs are taken below what step times let expect; ``None`` takes the table of
+            costs as it is and learns nothing.
     """
 
     threshold: float = 0.1
@@ -35,6 +38,8 @@ class TableSettings:
     clip: float = 1.0
     batch: int = 0
     schedule: tuple[float, ...] = (0.25, 0.75)
+    probe_every: int = 8
+    optimism: float | None = 1.0
 
     def __post_init__(self) -> None:
         if self.clip not in CLIP_MULTIPLIERS:

@@ -160,7 +160,6 @@ class Task:
         cast_cost: Compute of a change of format between neighbours.
         switch_cost: Time of giving a layer another format, in fp32 steps.
         probe_cost: Time of looking at errors, in fp32 steps.
-        probe_every: Decisions from one look to the next, as a run does it unasked.
         ladder: Formats that may be used, from wide to narrow, as indices in ``FORMATS``.
         lr: Learning rate.
         warmup: Share of the budget in which it rises.
@@ -186,7 +185,6 @@ class Task:
     cast_cost: float
     switch_cost: float
     probe_cost: float
-    probe_every: int
     ladder: tuple[int, ...]
     lr: float
     warmup: float
@@ -309,7 +307,6 @@ def _draw_hardware(rng: np.random.Generator, distribution: Distribution, share: 
         "cast_cost": profile.cast_cost,
         "switch_cost": profile.switch_cost,
         "probe_cost": _uniform(rng, distribution.probe_cost) if is_costly else 0.0,
-        "probe_every": 4 if is_costly else 1,
     }
 
 

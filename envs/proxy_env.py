@@ -125,7 +125,7 @@ class ProxyVecEnv(VecEnv):
         time_before, loss_before = s.time.copy(), s.loss.copy()
         self._apply(self._actions)
         self._proposed = None
-        s.probes = self._due_probes()
+        s.probes = s.due_probes(self.settings.probe_every)
         s.advance(~self.is_idle)
         self._hold_offenders()
         self._count()
@@ -186,7 +186,8 @@ class ProxyVecEnv(VecEnv):
 
     def _propose(self) -> tuple[Array, Array, Array, Array]:
         s, settings = self.simulation, self.settings
-        levels = propose_levels(s.worst_errors(), s.table.cost, s.ladder, s.level, settings.threshold)
+        costs = s.assumed_costs(settings.optimism)
+        levels = propose_levels(s.worst_errors(), costs, s.ladder, s.level, settings.threshold)
         levels = np.where(self._hold > 0, np.minimum(levels, s.level), levels)
         formats = np.take_along_axis(s.ladder, levels, axis=1)
         amax = s.windows["gradient_amax"][:, : s.is_unit.shape[1]].astype(np.float64)
@@ -223,10 +224,6 @@ class ProxyVecEnv(VecEnv):
         last = (scale < MAX_SCALE, batch < len(BATCH_SIZES) - 1, clip < len(CLIP_MULTIPLIERS) - 1)
         high[self._at.knobs] = np.stack(last, axis=1)
         return low, high
-
-    def _due_probes(self) -> Array:
-        s = self.simulation
-        return s.since_probe + 1 >= np.array([task.probe_every for task in s.tasks])
 
     def _hold_offenders(self) -> None:
         s, windows = self.simulation, self.simulation.windows

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autoprec.cost_estimate import CostEstimate
 from autoprec.encoding import CLIP_MULTIPLIERS
-from autoprec.envs.costs import Charges, learning_rate
+from autoprec.envs.costs import Charges, begin_estimate, learning_rate
 from autoprec.envs.engine import FORMATS, MAX_STEPS, Engine
+from autoprec.envs.profiles import NOMINAL
 from autoprec.envs.proxies import BASE_BATCH, BATCH_SIZES, MAX_LEVELS, Task, nominal_costs
 
 Array = NDArray[Any]
@@ -46,11 +48,13 @@ class Simulation:
         self.charges = Charges(np.zeros((*shape, len(FORMATS))), self.is_unit, *np.ones((3, runs)))
         self.table = Charges(np.zeros((*shape, len(FORMATS))), self.is_unit, *np.ones((3, runs)))
         self.is_table_known = np.ones(runs, dtype=bool)
+        self.estimate = CostEstimate(runs, units, MAX_LEVELS, len(BATCH_SIZES))
         self.ladder = np.full((runs, MAX_LEVELS), -1)
         self.budget, self.steps, self.time, self.last_time = np.ones((4, runs))
         self.level, self.last_formats = np.zeros((2, *shape), dtype=np.int64)
         self.batch_index, self.clip_index = np.zeros((2, runs), dtype=np.int64)
         self.loss_scale, self.loss, self.first_loss, self.first_step_time = np.ones((4, runs))
+        self.learning_rate, self.largest_learning_rate = np.zeros((2, runs))
         self.growth_interval = np.zeros(runs, dtype=np.int64)
         self.probes, self.needs_probe = np.ones((2, runs), dtype=bool)
         self.since_probe, self.since_change = np.zeros(runs, np.int64), np.zeros(shape, np.int64)
@@ -91,6 +95,7 @@ class Simulation:
         """
         for index, task in chosen.items():
             self._place(index, task)
+        begin_estimate(self.estimate, self.table, self.ladder, chosen)
         rest = np.ones(len(self), dtype=bool)
         rest[list(chosen)] = False
         knobs = self.engine.knobs
@@ -121,6 +126,31 @@ class Simulation:
         is_over = steps < self.steps
         self.time = np.where(is_over if active is None else is_over & active, self.budget, self.time)
 
+    def due_probes(self, every: int) -> Array:
+        """Returns for which runs it is time to look at errors: always, unless that costs time.
+
+        Args:
+            every: Windows from one look that costs time to the next.
+        """
+        is_free = np.array([task.probe_cost == 0.0 for task in self.tasks])
+        return is_free | (self.since_probe + 1 >= every)
+
+    def assumed_costs(self, optimism: float | None) -> Array:
+        """Returns ``[runs, units, formats]``: what each format of the ladders costs, in any unit of a run's own.
+
+        Args:
+            optimism: Standard deviations that little-known costs are taken below what step times let expect; ``None``
+                takes the table as it is.
+        """
+        if optimism is None:
+            return self.table.cost
+        costs = np.full(self.table.cost.shape, np.inf)
+        estimated = self.estimate.optimistic(optimism)
+        for level in range(self.ladder.shape[1] - 1, -1, -1):  # backwards: format 0 stands behind the end of a ladder
+            at = np.maximum(self.ladder[:, level], 0)
+            costs[np.arange(len(self)), :, at] = estimated[:, :, level]
+        return costs
+
     def worst_errors(self) -> Array:
         """Returns ``[runs, units, formats]``: the largest error of activations, weights and gradients."""
         with np.errstate(invalid="ignore"):
@@ -134,9 +164,11 @@ class Simulation:
         self.tasks[index] = task
         known = not np.isnan(task.table).any()
         table = task.table if known else nominal_costs(task.compute_share)
-        for charges, cost in ((self.charges, task.cost), (self.table, table)):
+        guessed = (NOMINAL.overhead.middle, NOMINAL.batch_exponent.middle)
+        true = (task.overhead, task.batch_exponent)
+        for charges, cost, rest in ((self.charges, task.cost, true), (self.table, table, true if known else guessed)):
             charges.cost[index, :units] = cost
-            charges.overhead[index], charges.batch_exponent[index] = task.overhead, task.batch_exponent
+            charges.overhead[index], charges.batch_exponent[index] = rest
             charges.cast_cost[index] = task.cast_cost
         self.is_table_known[index] = known
         self.ladder[index] = -1
@@ -144,6 +176,7 @@ class Simulation:
         self.budget[index], self.steps[index] = task.budget, task.steps
         for name in ("time", "level", "since_probe", "since_change", "last_formats", "growth_interval"):
             getattr(self, name)[index] = 0
+        self.largest_learning_rate[index] = 0.0
         self.batch_index[index], self.clip_index[index], self.loss_scale[index] = BASE_BATCH, _LAST_CLIP, 1.0
         for name in ("errors", "underflow", "subnormal", "losses", "norms", "scales"):
             getattr(self, name)[index] = np.nan
@@ -162,6 +195,7 @@ class Simulation:
         self.engine.run()
         self.time = self.time + spent
         self.last_time = np.where(runs, step_time, self.last_time)
+        self._learn_costs(runs)
         self.loss_scale = np.where(runs, self.windows["loss_scale"], self.loss_scale)
         self.loss = np.where(runs, self.windows["evaluation_loss"], self.loss)
         self._remember(steps, is_probing)
@@ -169,6 +203,14 @@ class Simulation:
         applied = (steps - self.windows["skipped"])[:, None]
         self.since_change = np.where(changed, 0, self.since_change) + applied * self.is_unit
         self.last_formats = np.where(runs[:, None], formats, self.last_formats)
+
+    def _learn_costs(self, runs: Array) -> None:
+        relative = self.last_time / self.first_step_time
+        self.estimate.observe(self.level, self.batch_index, relative, self.cast_time(), runs)
+
+    def cast_time(self) -> Array:
+        """``[runs]``: what casts between units of different formats take of a step, relative to the first step."""
+        return self.table.cast_time(self.formats, self.batch_index)
 
     def _set_knobs(self, steps: Array, spent: Array, is_probing: Array) -> None:
         knobs, units = self.engine.knobs, self.is_unit.shape[1]
@@ -181,7 +223,9 @@ class Simulation:
         bits = np.where(self.ladder >= 0, 1 << np.maximum(self.ladder, 0), 0).sum(axis=1)
         knobs["probed_formats"] = np.where(is_probing, bits, 0)
         knobs["lr_begin"] = learning_rate(self.tasks, self.share)
-        knobs["lr_end"] = learning_rate(self.tasks, (self.time + spent) / self.budget)
+        self.learning_rate = learning_rate(self.tasks, (self.time + spent) / self.budget)
+        self.largest_learning_rate = np.maximum(self.largest_learning_rate, self.learning_rate)
+        knobs["lr_end"] = self.learning_rate
 
     def _remember(self, steps: Array, is_probing: Array) -> None:
         units, windows = self.is_unit.shape[1], self.windows

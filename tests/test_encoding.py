@@ -440,4 +440,4 @@ def test_layout_of_version_3() -> None:
     assert zlib.crc32(",".join(FEATURES[:77]).encode()) == 0x59D9B0C2  # version 2, which version 3 goes on from
     assert zlib.crc32(",".join(FEATURES).encode()) == 0x931A74B0
     assert list(CLIP_MULTIPLIERS) == [0.5, 1.0, 1.5, 3.0, 8.0, math.inf]
-    assert VERSION == 3
+    assert VERSION == 4
