@@ -7,6 +7,10 @@ Article Recommendation*, arXiv:1003.0146). Rewards are differences to the first 
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,13 +22,23 @@ from numpy.typing import NDArray
 from autoprec.envs.baselines import Table
 from autoprec.envs.costs import Charges
 from autoprec.envs.proposals import TableSettings
-from autoprec.envs.proxies import BASE_BATCH, Task, nominal_costs
+from autoprec.envs.proxies import BASE_BATCH, Bank, Task, nominal_costs
+from autoprec.envs.proxy_env import load_tasks
 from autoprec.envs.simulation import Simulation
 from autoprec.envs.twins import Twin
-from autoprec.json_files import read_json
-from autoprec.policies.play import play_policy
-from autoprec.policies.tuning import RESULTS, Tasks, settings_from
-from autoprec.policies.tuning_study import BudgetSpentError, Meter, Metered, as_json
+from autoprec.json_files import read_json, write_json
+from autoprec.policies.rivals import table_settings
+from autoprec.policies.tuning import (
+    RESULTS,
+    TABLES,
+    Reported,
+    Tasks,
+    by_regime,
+    held_out_entry,
+    play_settings,
+    print_gains,
+)
+from autoprec.policies.tuning_study import BudgetSpentError, Meter, as_json
 
 Array = NDArray[Any]
 Play = Callable[[Sequence[tuple[Task, Twin]], TableSettings, Meter], Array]
@@ -34,6 +48,8 @@ CONTEXT = (
     *("price_16_bit", "price_cheapest", "elasticity_lower", "elasticity_higher"),
 )
 """What the choice rests on, all of it known after the first step of a run. Nothing of the optimizer, no true cost."""
+FITTED = RESULTS.with_name("bandit.json")
+"""Where the fitted bandit is committed."""
 _ARMS_TUNED = 4
 _ROUND = 32
 _NEVER = -1e9
@@ -47,6 +63,7 @@ def default_arms(path: Path = RESULTS) -> list[TableSettings]:
     """
     arms = [
         TableSettings(),
+        TableSettings(optimism=None),
         TableSettings(schedule=()),
         TableSettings(batch=1, schedule=()),
         TableSettings(batch=2, schedule=()),
@@ -55,9 +72,10 @@ def default_arms(path: Path = RESULTS) -> list[TableSettings]:
         TableSettings(threshold=0.03),
         TableSettings(threshold=0.3),
     ]
-    for entry in (read_json(path) or {}).values():
-        if "schedule" in entry["settings"]:
-            arms += [settings_from(trial["settings"]) for trial in entry["best"][:_ARMS_TUNED]]
+    found = read_json(path) or {}
+    for name in TABLES:
+        best = found.get(name, {}).get("best", [])
+        arms += [table_settings(trial["settings"]) for trial in best[:_ARMS_TUNED]]
     return list(dict.fromkeys(arms))
 
 
@@ -121,7 +139,7 @@ class Bandit:
         chosen, scores = self.chosen([task for task, _ in tasks]), np.zeros(len(tasks))
         for index in np.unique(chosen):
             own = np.flatnonzero(chosen == index)
-            scores[own] = play_policy([tasks[place] for place in own], None, self.arms[index]).score
+            scores[own] = play_settings([tasks[place] for place in own], self.arms[index])
         return scores
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,7 +161,7 @@ class Bandit:
             raise ValueError(
                 f"Passed a bandit with context {found['context']}. It must be {list(CONTEXT)}; fit it anew."
             )
-        arms = tuple(settings_from(arm) for arm in found["arms"])
+        arms = tuple(table_settings(arm) for arm in found["arms"])
         return cls(arms=arms, weights=np.array(found["weights"]), decisions=int(found["decisions"]))
 
 
@@ -167,7 +185,7 @@ def fit_bandit(
         arms: Settings to choose from; :func:`default_arms` by default.
         ridge: Pull of an arm's expected gain to 0, in observations.
         confidence: Standard errors above its expected gain that an arm is tried at.
-        play: Scores of tasks under settings; ``play_policy`` by default.
+        play: Scores of tasks under settings; ``play_settings`` by default.
         progress: Called after each round with decisions used and the budget.
 
     Raises:
@@ -176,7 +194,7 @@ def fit_bandit(
     arms = default_arms() if arms is None else list(arms)
     if not tasks or len(arms) < 2:
         raise ValueError(f"Passed `fit_bandit` {len(tasks)} tasks and {len(arms)} arms. It needs a task and two arms.")
-    play = _play_table if play is None else play
+    play = play_settings if play is None else play
     rng, meter = np.random.Generator(np.random.PCG64(seed)), Meter(budget_decisions)
     models = _Models(len(arms), ridge, confidence)
     rows = context([task for task, _ in tasks])
@@ -245,10 +263,6 @@ def _one_round(
         tried[own, arm] = True
 
 
-def _play_table(tasks: Tasks, settings: TableSettings, meter: Meter) -> Array:
-    return play_policy(tasks, Metered(lambda rows: np.zeros(len(rows), dtype=np.int64), meter), settings).score
-
-
 def _context(task: Task) -> list[float]:
     is_known = not np.isnan(task.table).any()
     table = task.table if is_known else nominal_costs(task.compute_share)
@@ -266,3 +280,52 @@ def _context(task: Task) -> list[float]:
         *(float(np.log2(prices[1 : min(3, len(prices))].min())), float(np.log2(prices.min()))),
         *elasticities,
     ]
+
+
+# ---- the command ----
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fits a bandit, compares it with its first arm on other tasks, and writes both.
+
+    Args:
+        arguments: Those of the command line by default.
+    """
+    options = _parser().parse_args(arguments)
+    tasks, others = load_tasks(Bank("train", options.tasks)), load_tasks(Bank("val", options.held_out))
+    bandit = fit_bandit(
+        tasks,
+        budget_decisions=options.budget,
+        seed=options.seed,
+        arms=default_arms(options.tuned),
+        progress=Reported("bandit"),
+    )
+    gains = by_regime(others, bandit.play(others), play_settings(others, bandit.arms[0]))
+    command = shlex.join(["python", "-m", "autoprec.policies.bandit", *(arguments or sys.argv[1:])])
+    entry = {
+        "budget": options.budget,
+        "tasks": len(tasks),
+        "seed": options.seed,
+        "held_out": held_out_entry(len(others), gains),
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+    }
+    write_json(options.out, {**bandit.to_dict(), **entry}, allow_nan=False)
+    print_gains("bandit", gains)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m autoprec.policies.bandit", description=__doc__)
+    add = parser.add_argument
+    add("--budget", type=int, default=60_000, help="environment decisions (default: %(default)s)")
+    add("--tasks", type=int, default=128, help="tasks of the train bank (default: %(default)s)")
+    add("--held-out", type=int, default=128, help="tasks of the val bank to compare on (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of the fit (default: %(default)s)")
+    add("--tuned", type=Path, default=RESULTS, help="results of tuning, whose best trials are arms too")
+    add("--out", type=Path, default=FITTED, help="file for the bandit (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,8 @@ from autoprec.policies.evaluate import EvaluationSettings, Progress, evaluate
 from autoprec.policies.evaluation_picture import draw
 from autoprec.policies.evaluation_results import bank_results, encoding_version, summary_line
 from autoprec.policies.evaluation_tables import markdown
-from autoprec.policies.rivals import Rival, policy_rival, rivals
+from autoprec.policies.rivals import TUNED, Rival, policy_rival, rivals
+from autoprec.policies.strong_rivals import strong_rivals
 from autoprec.policies.task_groups import evaluation_tasks
 
 Document = dict[str, Any]
@@ -34,7 +35,7 @@ def chosen_rivals(policies: Sequence[str | Path]) -> tuple[Rival, ...]:
     Raises:
         FileNotFoundError: If a folder has no policy.
     """
-    found = rivals()
+    found = [*rivals(), *strong_rivals(TUNED.parent)]
     for policy in policies:
         if str(policy) == TABLE_WORD:
             default = next(rival for rival in found if rival.name == "table_learnt")

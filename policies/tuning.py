@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ from autoprec.envs.twins import Twin
 from autoprec.json_files import read_json, write_json
 from autoprec.paired import Interval, paired_difference
 from autoprec.policies.play import play_policy
+from autoprec.policies.rivals import table_settings
+from autoprec.policies.rule_rival import RuleKnobs, RulePolicy
 from autoprec.policies.tuning_study import Meter, Metered, Params, Problem, Scores, Tuned, as_json, search
 
 if TYPE_CHECKING:
@@ -35,9 +37,12 @@ if TYPE_CHECKING:
 
 Tasks = Sequence[tuple[Task, Twin]]
 Progress = Callable[[int, int], None]
+Settings = TableSettings | RuleKnobs
 
-SEARCHES = ("plain", "schedule")
-"""What can be tuned: the table with one batch size, and the table whose batch size rises over the run."""
+TABLES = ("plain", "schedule")
+"""The table with one batch size, and the table whose batch size rises over the run."""
+SEARCHES = (*TABLES, "rule")
+"""What can be tuned."""
 RESULTS = Path("docs/results/tuned_table.json")
 """Where results are committed."""
 _MOST_RISES = 3
@@ -63,63 +68,85 @@ def tune_table(
         journal: File to go on from; see ``tuning_study.search``.
         progress: Called after each trial with decisions used and the budget.
     """
-    problem = table_problem(tasks, "schedule" if has_schedule else "plain")
+    problem = problem_of(tasks, "schedule" if has_schedule else "plain")
     tuned = search(problem, budget_decisions=budget_decisions, seed=seed, journal=journal, progress=progress)
-    return settings_from(tuned.params)
+    return table_settings(tuned.params)
 
 
-def table_problem(tasks: Tasks, name: str) -> Problem:
-    """Returns the search for settings of the table.
+def problem_of(tasks: Tasks, name: str) -> Problem:
+    """Returns a search.
 
     Args:
         tasks: Tasks to tune on.
         name: One of ``SEARCHES``.
     """
     if name not in SEARCHES:
-        raise ValueError(f"Passed `table_problem(tasks, {name!r})`. It searches for one of {SEARCHES}.")
-    default = default_settings(name)
+        raise ValueError(f"Passed `problem_of(tasks, {name!r})`. It searches for one of {SEARCHES}.")
+    has_schedule = name == "schedule"
 
     def evaluate(params: Params, part: slice, meter: Meter) -> Scores:
-        scores = play_policy(tasks[part], Metered(_keep, meter), settings_from(params)).score
-        return np.asarray(scores, dtype=np.float64)
+        return play_settings(tasks[part], settings_from(name, params), meter)
 
-    return Problem(
-        name=name,
-        suggest=partial(_suggest_table, has_schedule=name == "schedule"),
-        evaluate=evaluate,
-        first=[_values_of(default, has_schedule=name == "schedule")],
-        tasks=len(tasks),
-        least_tasks=max(1, len(tasks) // _FIRST_SHARE),
+    if name == "rule":
+        suggest, first = _suggest_rule, [_values_of_rule(RuleKnobs())]
+    else:
+        suggest = partial(_suggest_table, has_schedule=has_schedule)
+        default = default_settings(name)
+        assert isinstance(default, TableSettings), "only the rule has other settings"
+        # with and without costs that are learnt from step times
+        first = [_values_of_table(each, has_schedule) for each in (default, replace(default, optimism=None))]
+    least = max(1, len(tasks) // _FIRST_SHARE)
+    return Problem(name=name, suggest=suggest, evaluate=evaluate, first=first, tasks=len(tasks), least_tasks=least)
+
+
+def play_settings(tasks: Tasks, settings: Settings, meter: Meter | None = None) -> Scores:
+    """Returns the score of each task, played as policies are: guard included.
+
+    Args:
+        tasks: Tasks with their twins.
+        settings: Those of the table or of the rule.
+        meter: Counts the decisions.
+    """
+    is_rule = isinstance(settings, RuleKnobs)
+    decide = RulePolicy(settings) if isinstance(settings, RuleKnobs) else _keep
+    found = play_policy(
+        tasks,
+        decide if meter is None else Metered(decide, meter),
+        settings if isinstance(settings, TableSettings) else None,
+        mode="ladder" if is_rule else "offset",
     )
+    return np.asarray(found.score, dtype=np.float64)
 
 
-def default_settings(name: str) -> TableSettings:
-    """Returns the table's settings before tuning.
+def default_settings(name: str) -> Settings:
+    """Returns settings before tuning.
 
     Args:
         name: One of ``SEARCHES``.
     """
-    return TableSettings() if name == "schedule" else TableSettings(schedule=())
+    return RuleKnobs() if name == "rule" else TableSettings() if name == "schedule" else TableSettings(schedule=())
 
 
-def settings_from(params: Mapping[str, Any]) -> TableSettings:
+def settings_from(name: str, params: Mapping[str, Any]) -> Settings:
     """Returns settings that were written as JSON.
 
     Args:
-        params: The fields of ``TableSettings``.
+        name: One of ``SEARCHES``.
+        params: The fields of ``TableSettings``, or those of ``RuleKnobs``.
 
     Raises:
         ValueError: If a field is not known, or a value not allowed.
     """
-    known = {field.name for field in fields(TableSettings)}
+    if name != "rule":
+        return table_settings(params)
+    known = {field.name for field in fields(RuleKnobs)}
     if unknown := sorted(set(params) - known):
-        raise ValueError(f"Passed table settings with {unknown}. Settings are {sorted(known)}.")
-    schedule = params.get("schedule")
-    found = {**params, "schedule": tuple(schedule or ()), "clip": float(params.get("clip", 1.0))}
-    return TableSettings(**found)
+        raise ValueError(f"Passed settings of the rule with {unknown}. Settings are {sorted(known)}.")
+    found = {**params, "schedule": tuple(params.get("schedule", ())), "clip": float(params.get("clip", 1.0))}
+    return RuleKnobs(**found)
 
 
-def read_tuned(name: str, path: Path = RESULTS) -> TableSettings:
+def read_tuned(name: str, path: Path = RESULTS) -> Settings:
     """Returns the settings that a search has written.
 
     Args:
@@ -135,22 +162,21 @@ def read_tuned(name: str, path: Path = RESULTS) -> TableSettings:
             f"Passed `read_tuned({name!r}, {str(path)!r})`. The file has {sorted(found) or 'no results'}."
             f" Run `python -m autoprec.policies.tuning --search {name} --out {path}` first."
         )
-    return settings_from(found[name]["settings"])
+    return settings_from(name, found[name]["settings"])
 
 
-def held_out(tasks: Tasks, tuned: TableSettings, default: TableSettings) -> dict[str, Interval]:
-    """Returns what tuned settings gain over others on tasks they were not tuned on: over all, and by regime.
+def by_regime(tasks: Tasks, scores: Scores, others: Scores) -> dict[str, Interval]:
+    """Returns what scores are above others on the same tasks: over all, and by regime.
 
     Args:
-        tasks: Other tasks than those of the search.
-        tuned: What the search has found.
-        default: What to compare with.
+        tasks: The tasks.
+        scores: Score of each task.
+        others: What to compare with.
     """
-    scores = [play_policy(tasks, None, settings).score for settings in (tuned, default)]
     regimes = np.array([task.regime for task, _ in tasks])
     parts = {"all": np.ones(len(tasks), dtype=bool), **{name: regimes == name for name in REGIMES}}
     return {
-        name: paired_difference(scores[0][part].tolist(), scores[1][part].tolist())
+        name: paired_difference(scores[part].tolist(), others[part].tolist())
         for name, part in parts.items()
         if part.any()
     }
@@ -160,14 +186,22 @@ def _keep(rows: Any) -> Any:
     return np.zeros(len(rows), dtype=np.int64)
 
 
-def _suggest_table(trial: Trial, *, has_schedule: bool) -> Params:
-    chosen: Params = {
-        "threshold": trial.suggest_float("threshold", 0.01, 1.0, log=True),
+def _suggest_shared(trial: Trial) -> Params:
+    return {
         "headroom_bits": float(trial.suggest_int("headroom_bits", 0, 8)),
         "clip": CLIP_MULTIPLIERS[trial.suggest_int("clip", 0, len(CLIP_MULTIPLIERS) - 1)],
         "batch": trial.suggest_int("batch", -2, 2),
         "schedule": (),
-        **_suggest_looks(trial),
+    }
+
+
+def _suggest_table(trial: Trial, *, has_schedule: bool) -> Params:
+    optimism = trial.suggest_float("optimism", 0.0, 3.0)
+    chosen: Params = {
+        **_suggest_shared(trial),
+        "threshold": trial.suggest_float("threshold", 0.01, 1.0, log=True),
+        "probe_every": trial.suggest_int("probe_every", 1, 16),
+        "optimism": optimism if trial.suggest_int("learns_costs", 0, 1) else None,
     }
     if has_schedule:
         # all times are always there, so that the sampler has one space; the first ones count
@@ -176,30 +210,37 @@ def _suggest_table(trial: Trial, *, has_schedule: bool) -> Params:
     return as_json(chosen)
 
 
-def _suggest_looks(trial: Trial) -> Params:
-    known = {field.name for field in fields(TableSettings)}
-    chosen: Params = {}
-    if "probe_every" in known:
-        chosen["probe_every"] = trial.suggest_int("probe_every", 1, 12)
-    if "optimism" in known:
-        chosen["optimism"] = trial.suggest_float("optimism", 0.0, 3.0)
-    return chosen
+def _suggest_rule(trial: Trial) -> Params:
+    bound = trial.suggest_float("stable_cv", 0.1, 4.0, log=True)
+    return as_json({**_suggest_shared(trial), "stable_cv": bound})
 
 
-def _values_of(settings: TableSettings, *, has_schedule: bool) -> Params:
+def _values_of_shared(settings: Settings) -> Params:
     """The values of a trial that suggests these settings."""
-    values: Params = {
-        "threshold": settings.threshold,
-        "headroom_bits": int(settings.headroom_bits),
+    return {
+        "headroom_bits": round(settings.headroom_bits),
         "clip": CLIP_MULTIPLIERS.index(settings.clip),
         "batch": settings.batch,
-        **{name: value for name, value in asdict(settings).items() if name in ("probe_every", "optimism")},
+    }
+
+
+def _values_of_table(settings: TableSettings, has_schedule: bool) -> Params:
+    values = {
+        **_values_of_shared(settings),
+        "threshold": settings.threshold,
+        "probe_every": settings.probe_every,
+        "optimism": 1.0 if settings.optimism is None else settings.optimism,
+        "learns_costs": int(settings.optimism is not None),
     }
     if has_schedule:
         rises = settings.schedule or ()
         values["rises"] = len(rises)
         values.update({f"rise_{place}": (*rises, 0.5, 0.5, 0.5)[place] for place in range(_MOST_RISES)})
     return values
+
+
+def _values_of_rule(settings: RuleKnobs) -> Params:
+    return {**_values_of_shared(settings), "stable_cv": settings.stable_cv}
 
 
 # ---- the command ----
@@ -218,20 +259,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {len(tasks)} tasks, {options.budget} decisions", flush=True)
         journal = options.journal / f"{name}.log" if options.journal else None
         tuned = search(
-            table_problem(tasks, name),
+            problem_of(tasks, name),
             budget_decisions=options.budget,
             seed=options.seed,
             journal=journal,
-            progress=_Reported(name),
+            progress=Reported(name),
         )
-        gains = held_out(others, settings_from(tuned.params), default_settings(name)) if others else {}
+        found, default = settings_from(name, tuned.params), default_settings(name)
+        gains = by_regime(others, play_settings(others, found), play_settings(others, default)) if others else {}
         command = shlex.join(["python", "-m", "autoprec.policies.tuning", *(arguments or sys.argv[1:])])
         entry = _entry(tuned, options, len(tasks), len(others), gains, command)
         write_json(options.out, {**(read_json(options.out) or {}), name: entry}, allow_nan=False)
         print(f"{name}: {tuned.score:.4f} on the tasks tuned on, default {tuned.default_score:.4f}: {tuned.params}")
-        for regime, gain in gains.items():
-            print(f"  held out, {regime}: {gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]", flush=True)
+        print_gains(name, gains)
     return 0
+
+
+def print_gains(name: str, gains: Mapping[str, Interval]) -> None:
+    """Prints gains on tasks that were not tuned on.
+
+    Args:
+        name: What gains.
+        gains: From :func:`by_regime`.
+    """
+    for regime, gain in gains.items():
+        print(f"{name}, held out, {regime}: {gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]", flush=True)
+
+
+def held_out_entry(tasks: int, gains: Mapping[str, Interval]) -> Params:
+    """Returns gains as results hold them.
+
+    Args:
+        tasks: How many tasks were compared.
+        gains: From :func:`by_regime`.
+    """
+    return {"tasks": tasks, "gain": {name: [round(value, 5) for value in gain] for name, gain in gains.items()}}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -252,13 +314,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Reported:
-    """Prints how far a search is and when it will be over."""
+class Reported:
+    """Prints how far something is and when it will be over.
+
+    Args:
+        name: What it is.
+    """
 
     def __init__(self, name: str) -> None:
         self._name, self._started, self._first, self._next = name, time.perf_counter(), -1, 0.0
 
     def __call__(self, used: int, budget: int) -> None:
+        """Takes note, and prints every ten seconds.
+
+        Args:
+            used: Decisions that are used.
+            budget: Decisions that may be used.
+        """
         now = time.perf_counter()
         if self._first < 0:
             self._first, self._started = used, now
@@ -285,10 +357,7 @@ def _entry(
         "tasks": tasks,
         "seed": options.seed,
         "best": [{"settings": params, "score": round(score, 5)} for params, score in tuned.best],
-        "held_out": {
-            "tasks": others,
-            "gain": {name: [round(value, 5) for value in gain] for name, gain in gains.items()},
-        },
+        "held_out": held_out_entry(others, gains),
         "command": command,
         "date": datetime.date.today().isoformat(),
     }

@@ -22,7 +22,8 @@ pytest.importorskip("optuna")
 pytest.importorskip("stable_baselines3")
 from autoprec.policies import tuning
 from autoprec.policies.play import play_policy
-from autoprec.policies.tuning import default_settings, read_tuned, settings_from, table_problem, tune_table
+from autoprec.policies.rule_rival import RuleKnobs
+from autoprec.policies.tuning import default_settings, play_settings, problem_of, read_tuned, settings_from, tune_table
 from autoprec.policies.tuning_study import Meter, Metered, Params, Problem, Scores, search
 
 TASKS = 9
@@ -119,11 +120,14 @@ def test_a_problem_says_what_is_wrong() -> None:
 def test_settings_survive_json() -> None:
     settings = TableSettings(threshold=0.2, clip=float("inf"), schedule=(0.5,))
     written = json.loads(json.dumps({"threshold": 0.2, "clip": "inf", "schedule": [0.5]}))
-    assert settings_from(written) == settings
+    assert settings_from("plain", written) == settings
+    assert settings_from("rule", {"stable_cv": 0.5, "clip": "inf"}) == RuleKnobs(stable_cv=0.5, clip=float("inf"))
+    with pytest.raises(ValueError, match="'threshold'"):
+        settings_from("rule", {"threshold": 1.0})
     with pytest.raises(ValueError, match="'tresholds'"):
-        settings_from({"tresholds": 1.0})
+        settings_from("plain", {"tresholds": 1.0})
     with pytest.raises(ValueError, match="'rule_of_thumb'"):
-        table_problem([], "rule_of_thumb")
+        problem_of([], "rule_of_thumb")
 
 
 @needs_cpu_kernels
@@ -138,10 +142,13 @@ class TestTable:
 
     @pytest.mark.parametrize("name", tuning.SEARCHES)
     def test_the_default_is_where_it_begins(self, tasks: list[tuple[Task, Twin]], name: str) -> None:
-        tuned = search(table_problem(tasks, name), budget_decisions=60, seed=0)
-        assert tuned.default_score == pytest.approx(play_policy(tasks, None, default_settings(name)).score.mean())
+        tuned = search(problem_of(tasks, name), budget_decisions=60, seed=0)
+        default = default_settings(name)
+        assert tuned.default_score == pytest.approx(play_settings(tasks, default).mean())
         assert tuned.decisions <= 60
-        assert bool(settings_from(tuned.params).schedule) <= (name == "schedule")
+        found = settings_from(name, tuned.params)
+        assert type(found) is type(default)
+        assert bool(found.schedule) <= (name == "schedule")
 
     def test_decisions_are_those_of_runs_with_budget(self, tasks: list[tuple[Task, Twin]]) -> None:
         meter = Meter(10_000)
@@ -167,7 +174,7 @@ class TestTable:
         assert entry["decisions"] <= entry["budget"] == 60
         assert entry["command"].startswith("python -m autoprec.policies.tuning --budget 60")
         assert set(entry["held_out"]["gain"]) <= {"all", "standard", "drift", "late"}
-        assert read_tuned("plain", out) == settings_from(entry["settings"])
-        assert "held out, all" in capsys.readouterr().out
+        assert read_tuned("plain", out) == settings_from("plain", entry["settings"])
+        assert "plain, held out, all" in capsys.readouterr().out
         with pytest.raises(FileNotFoundError, match="The file has \\['plain'\\]"):
             read_tuned("schedule", out)
