@@ -45,7 +45,7 @@ Play = Callable[[Sequence[tuple[Task, Twin]], TableSettings, Meter], Array]
 
 CONTEXT = (
     *("intercept", "table_known", "look_costs", "units", "run_length", "levels"),
-    *("price_16_bit", "price_cheapest", "elasticity_lower", "elasticity_higher"),
+    *("price_16_bit", "price_cheapest", "growth_lower", "growth_higher"),
 )
 """What the choice rests on, all of it known after the first step of a run. Nothing of the optimizer, no true cost."""
 FITTED = RESULTS.with_name("bandit.json")
@@ -82,7 +82,8 @@ def default_arms(path: Path = RESULTS) -> list[TableSettings]:
 def context(tasks: Sequence[Task]) -> Array:
     """Returns what is known of tasks when their runs have made their first step.
 
-    Costs are those that the table tells; where it is hidden they are the nominal ones, and elasticities are 0.
+    Costs are those that the table tells. Where it is hidden they are the nominal ones, and the growth of the step time with
+    the batch size is 0.
 
     Args:
         tasks: The tasks.
@@ -267,18 +268,18 @@ def _context(task: Task) -> list[float]:
     is_known = not np.isnan(task.table).any()
     table = task.table if is_known else nominal_costs(task.compute_share)
     prices = table[:, list(task.ladder)].sum(axis=0)
-    elasticities = [0.0, 0.0]
+    growth = [0.0, 0.0]
     if is_known:
-        one = np.ones(1)
-        is_unit = np.ones((1, task.units), dtype=bool)
+        one, is_unit = np.ones(1), np.ones((1, task.units), dtype=bool)
         charges = Charges(table[None], is_unit, one * task.overhead, one * task.batch_exponent, one * task.cast_cost)
-        wide, base = np.zeros((1, task.units), dtype=np.int64), np.array([BASE_BATCH])
-        elasticities = [float(charges.elasticity(wide, base, base + step)[0]) for step in (-1, 1)]
+        wide = np.zeros((1, task.units), dtype=np.int64)
+        times = [float(charges.step_time(wide, np.array([BASE_BATCH + step]))[0]) for step in (-1, 0, 1)]
+        growth = [float(np.log2(times[1] / times[0])), float(np.log2(times[2] / times[1]))]
     return [
         *(1.0, float(is_known), float(task.probe_cost > 0), task.units / 8.0),
         *(np.log2(task.budget / 240.0), len(task.ladder) / 5.0),
         *(float(np.log2(prices[1 : min(3, len(prices))].min())), float(np.log2(prices.min()))),
-        *elasticities,
+        *growth,
     ]
 
 

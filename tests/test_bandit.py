@@ -93,7 +93,7 @@ def test_the_context_knows_no_true_cost_and_no_optimizer(tasks: Tasks) -> None:
     hidden = [replace(task, table=np.full_like(task.table, np.nan)) for task in some]
     np.testing.assert_array_equal(context(some), context(changed))
     unknown = context(hidden)
-    assert not unknown[:, [CONTEXT.index("table_known"), CONTEXT.index("elasticity_lower")]].any()
+    assert not unknown[:, [CONTEXT.index("table_known"), CONTEXT.index("growth_lower")]].any()
     with_other_times = [replace(task, overhead=task.overhead + 1.0, batch_exponent=0.1) for task in hidden]
     np.testing.assert_array_equal(unknown, context(with_other_times))
     assert np.isfinite(context(some)).all()

@@ -130,51 +130,54 @@ def test_settings_survive_json() -> None:
         problem_of([], "rule_of_thumb")
 
 
+@pytest.fixture(scope="module")
+def tasks() -> list[tuple[Task, Twin]]:
+    drawn = list(Bank("train", 6, SMALL))
+    twins = run_twins(drawn)
+    return [(task, Twin(t.first_loss, t.first_loss / 1.5)) for task, t in zip(drawn, twins, strict=True)]
+
+
 @needs_cpu_kernels
-class TestTable:
-    """The search for settings of the table, on tasks of three decisions."""
+@pytest.mark.parametrize("name", tuning.SEARCHES)
+def test_the_default_is_where_it_begins(tasks: list[tuple[Task, Twin]], name: str) -> None:
+    tuned = search(problem_of(tasks, name), budget_decisions=60, seed=0)
+    default = default_settings(name)
+    assert tuned.default_score == pytest.approx(play_settings(tasks, default).mean())
+    assert tuned.decisions <= 60
+    found = settings_from(name, tuned.params)
+    assert type(found) is type(default)
+    assert bool(found.schedule) <= (name == "schedule")
 
-    @pytest.fixture(scope="class")
-    def tasks(self) -> list[tuple[Task, Twin]]:
-        drawn = list(Bank("train", 6, SMALL))
-        twins = run_twins(drawn)
-        return [(task, Twin(t.first_loss, t.first_loss / 1.5)) for task, t in zip(drawn, twins, strict=True)]
 
-    @pytest.mark.parametrize("name", tuning.SEARCHES)
-    def test_the_default_is_where_it_begins(self, tasks: list[tuple[Task, Twin]], name: str) -> None:
-        tuned = search(problem_of(tasks, name), budget_decisions=60, seed=0)
-        default = default_settings(name)
-        assert tuned.default_score == pytest.approx(play_settings(tasks, default).mean())
-        assert tuned.decisions <= 60
-        found = settings_from(name, tuned.params)
-        assert type(found) is type(default)
-        assert bool(found.schedule) <= (name == "schedule")
+@needs_cpu_kernels
+def test_decisions_are_those_of_runs_with_budget(tasks: list[tuple[Task, Twin]]) -> None:
+    meter = Meter(10_000)
+    _, recording = play_policy(tasks, Metered(lambda rows: np.zeros(len(rows), dtype=np.int64), meter), record=True)
+    assert meter.used == recording.is_played.sum()
 
-    def test_decisions_are_those_of_runs_with_budget(self, tasks: list[tuple[Task, Twin]]) -> None:
-        meter = Meter(10_000)
-        _, recording = play_policy(tasks, Metered(lambda rows: np.zeros(len(rows), dtype=np.int64), meter), record=True)
-        assert meter.used == recording.is_played.sum()
 
-    def test_settings_come_back(self, tasks: list[tuple[Task, Twin]]) -> None:
-        assert isinstance(tune_table(tasks, budget_decisions=50, seed=0), TableSettings)
-        assert not tune_table(tasks, budget_decisions=50, seed=0, has_schedule=False).schedule
+@needs_cpu_kernels
+def test_settings_come_back(tasks: list[tuple[Task, Twin]]) -> None:
+    assert isinstance(tune_table(tasks, budget_decisions=50, seed=0), TableSettings)
+    assert not tune_table(tasks, budget_decisions=50, seed=0, has_schedule=False).schedule
 
-    def test_the_command_writes_what_rivals_read(
-        self,
-        tasks: list[tuple[Task, Twin]],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        monkeypatch.setattr(tuning, "load_tasks", lambda bank: tasks)
-        out = tmp_path / "tuned.json"
-        arguments = ["--budget", "60", "--search", "plain", "--held-out", "6", "--out", str(out)]
-        assert tuning.main([*arguments, "--journal", str(tmp_path / "journal")]) == 0
-        entry = json.loads(out.read_text())["plain"]
-        assert entry["decisions"] <= entry["budget"] == 60
-        assert entry["command"].startswith("python -m autoprec.policies.tuning --budget 60")
-        assert set(entry["held_out"]["gain"]) <= {"all", "standard", "drift", "late"}
-        assert read_tuned("plain", out) == settings_from("plain", entry["settings"])
-        assert "plain, held out, all" in capsys.readouterr().out
-        with pytest.raises(FileNotFoundError, match="The file has \\['plain'\\]"):
-            read_tuned("schedule", out)
+
+@needs_cpu_kernels
+def test_the_command_writes_what_rivals_read(
+    tasks: list[tuple[Task, Twin]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tuning, "load_tasks", lambda bank: tasks)
+    out = tmp_path / "tuned.json"
+    arguments = ["--budget", "60", "--search", "plain", "--held-out", "6", "--out", str(out)]
+    assert tuning.main([*arguments, "--journal", str(tmp_path / "journal")]) == 0
+    entry = json.loads(out.read_text())["plain"]
+    assert entry["decisions"] <= entry["budget"] == 60
+    assert entry["command"].startswith("python -m autoprec.policies.tuning --budget 60")
+    assert set(entry["held_out"]["gain"]) <= {"all", "standard", "drift", "late"}
+    assert read_tuned("plain", out) == settings_from("plain", entry["settings"])
+    assert "plain, held out, all" in capsys.readouterr().out
+    with pytest.raises(FileNotFoundError, match="The file has \\['plain'\\]"):
+        read_tuned("schedule", out)
