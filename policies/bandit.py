@@ -82,8 +82,8 @@ def default_arms(path: Path = RESULTS) -> list[TableSettings]:
 def context(tasks: Sequence[Task]) -> Array:
     """Returns what is known of tasks when their runs have made their first step.
 
-    Costs are those that the table tells. Where it is hidden they are the nominal ones, and the growth of the step time with
-    the batch size is 0.
+    Costs are those that the table tells. Where it is hidden they are nominal, and the growth of step times with the batch
+    size is 0.
 
     Args:
         tasks: The tasks.
@@ -140,7 +140,7 @@ class Bandit:
         chosen, scores = self.chosen([task for task, _ in tasks]), np.zeros(len(tasks))
         for index in np.unique(chosen):
             own = np.flatnonzero(chosen == index)
-            scores[own] = play_settings([tasks[place] for place in own], self.arms[index])
+            scores[own] = play_settings([tasks[place] for place in map(int, own)], self.arms[index])
         return scores
 
     def to_dict(self) -> dict[str, Any]:

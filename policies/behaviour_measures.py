@@ -265,7 +265,8 @@ def _raised(recording: Recording) -> Array:
 
 
 def _has_next(recording: Recording) -> Array:
-    return recording.is_played & np.vstack([recording.is_played[1:], np.zeros_like(recording.is_played[:1])])
+    played = recording.is_played
+    return np.asarray(played & np.vstack([played[1:], np.zeros_like(played[:1])]))
 
 
 def _by_level(level: Array, counts: Array) -> Array:

@@ -33,7 +33,6 @@ FORMAT_COLOURS = dict(
 )
 _LINES = ("#3b4a6b", "#1b7f5f", "#ee8434", "#c8385a", "#8a5fb0", "#5b7fb5")
 _MOST_NOTES = 6
-_STYLE = {"font.size": 11, "axes.titlesize": 12, "legend.fontsize": 10}
 
 
 def draw_overview(recording: Recording, path: Path, title: str) -> None:
@@ -53,7 +52,7 @@ def draw_overview(recording: Recording, path: Path, title: str) -> None:
         "hardware": {name: profiles == name for name in [*PROFILES, *sorted(set(profiles) - set(PROFILES))]},
         "regime": {name: regimes == name for name in REGIMES},
     }
-    with rc_context(_STYLE):
+    with rc_context({"font.size": 11, "axes.titlesize": 12, "legend.fontsize": 10}):
         figure = Figure(figsize=(15, 8), layout="constrained")
         figure.suptitle(title)
         grid = figure.subplots(len(rows), 3, sharex=True)
@@ -85,7 +84,7 @@ def draw_episode(recording: Recording, task: int, path: Path, title: str) -> Non
     from matplotlib.figure import Figure
 
     windows = int(recording.is_played[:, task].sum())
-    with rc_context(_STYLE):
+    with rc_context({"font.size": 11, "axes.titlesize": 12, "legend.fontsize": 10}):
         figure = Figure(figsize=(14, 13), layout="constrained")
         figure.suptitle(f"{title}\nformats of units; notes: what followed an overflow")
         panels = figure.subplots(6, 1, sharex=True, height_ratios=(4, 1.6, 1.6, 1.2, 1.2, 1.6))

@@ -93,7 +93,7 @@ class Planned:
         levels = s.level[run].copy()
         for name, chosen in self.planner.plan(facts_of(s, run, self.plan.headroom_bits)).formats.items():
             levels[int(name)] = STAND_INS.index(chosen)
-        return levels
+        return np.asarray(levels)
 
 
 def fisher(config: PlanConfig | None = None, settings: TableSettings | None = None) -> Planned:
