@@ -82,8 +82,8 @@ def default_arms(path: Path = RESULTS) -> list[TableSettings]:
 def context(tasks: Sequence[Task]) -> Array:
     """Returns what is known of tasks when their runs have made their first step.
 
-    Costs are those that the table tells. Where it is hidden they are nominal, and the growth of step times with the batch
-    size is 0.
+    Costs are those that the table tells. Where it is hidden they are nominal, and the growth of step times with the
+    batch size is 0.
 
     Args:
         tasks: The tasks.

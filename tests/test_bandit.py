@@ -25,13 +25,15 @@ from autoprec.policies.bandit import CONTEXT, Bandit, context, default_arms, fit
 from autoprec.policies.tuning_study import Meter
 
 SMALL = Distribution(units=(3, 4), widths=(32,), budget=48, late_budget=96, steps=8, late_steps=8)
+REAL = Distribution(units=(3, 4), widths=(32,))
+"""Tasks as long as those of the banks, which nobody trains here."""
 ARMS = [TableSettings(), TableSettings(batch=1), TableSettings(batch=2)]
 Tasks = Sequence[tuple[Task, Twin]]
 
 
 def gain(task: Task, settings: TableSettings) -> float:
     """Long runs want a large batch, short ones a small one."""
-    is_long = task.budget > SMALL.budget
+    is_long = task.budget > REAL.budget
     return 0.1 * settings.batch * (1.0 if is_long else -1.0)
 
 
@@ -43,18 +45,18 @@ def synthetic(tasks: Tasks, settings: TableSettings, meter: Meter) -> Any:
 
 @pytest.fixture(scope="module")
 def tasks() -> list[tuple[Task, Twin]]:
-    return [(task, Twin(2.0, 1.0)) for task in Bank("train", 120, SMALL)]
+    return [(task, Twin(2.0, 1.0)) for task in Bank("train", 120, REAL)]
 
 
 def test_it_beats_the_best_constant_arm(tasks: Tasks) -> None:
     bandit = fit_bandit(tasks, budget_decisions=400, seed=0, arms=ARMS, play=synthetic)
-    others = list(Bank("val", 100, SMALL))
+    others = list(Bank("val", 100, REAL))
     chosen = bandit.chosen(others)
     made = np.mean([gain(task, ARMS[arm]) for task, arm in zip(others, chosen, strict=True)])
     constants = [np.mean([gain(task, arm) for task in others]) for arm in ARMS]
     assert made > max(constants) + 0.03
-    assert chosen[[task.budget > SMALL.budget for task in others]].tolist() == [2] * sum(
-        task.budget > SMALL.budget for task in others
+    assert chosen[[task.budget > REAL.budget for task in others]].tolist() == [2] * sum(
+        task.budget > REAL.budget for task in others
     )
 
 
