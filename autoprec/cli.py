@@ -107,7 +107,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
-    from autoprec.commands import compare, hardware, train_policy
+    from autoprec.commands import compare, evaluate_policy, hardware, train_policy
 
     app = typer.Typer(
         help=_APP_HELP,
@@ -152,6 +152,7 @@ def build_app() -> typer.Typer:
     compare.add_to(app)
     hardware.add_to(app)
     train_policy.add_to(app)
+    evaluate_policy.add_to(app)
 
     @app.command("version", help="Prints the version.")
     def version_() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 RESAMPLES = 10_000
 
@@ -50,28 +51,53 @@ class Interval(NamedTuple):
     high: float
 
 
-def bootstrap_mean(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def bootstrap_mean(values: ArrayLike, confidence: float = 0.95) -> Interval:
     """Bootstraps a mean: values are drawn again with replacement, percentiles of the means.
+
+    Values in a table of rows and columns, as of seeds and tasks that each seed was tried on, are drawn by row and by
+    column, since those of one row have something in common and those of one column too (Owen, *The pigeonhole
+    bootstrap*, 2007).
 
     Plain percentiles are too narrow for few values, and no percentile leaves the range of the values, which three
     of them cover 3 times in 4 at best. So the distance of each percentile from the mean is stretched by what Student's
     t distribution asks for beyond the normal one and by the bias of the resampled variance (the corrections of
     Hesterberg, arXiv:1411.5279, on the scale of the values). For normal values that covers as promised from three on.
+    Rows and columns together have the degrees of freedom that Welch and Satterthwaite give them.
 
     Args:
-        values: At least two finite values.
+        values: At least two finite values ``[columns]``, or ``[rows, columns]`` with at least two columns.
         confidence: Share of such intervals that hold the true mean, between 0 and 1.
     """
     from scipy.stats import t as student  # imports most of scipy
 
-    found = np.asarray(values, dtype=np.float64)
-    count, tail = len(found), (1.0 - confidence) / 2.0
-    drawn = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
+    found = np.atleast_2d(np.asarray(values, dtype=np.float64))
+    rows, columns = found.shape
+    tail = (1.0 - confidence) / 2.0
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(columns, size=(RESAMPLES, columns))
+    means = np.stack([row[drawn].mean(axis=1) for row in found], axis=1)
+    if rows > 1:
+        means = np.take_along_axis(means, rng.integers(rows, size=(RESAMPLES, rows)), axis=1)
     mean = float(found.mean())
-    low, high = np.percentile(found[drawn].mean(axis=1), [100.0 * tail, 100.0 * (1.0 - tail)])
+    low, high = np.percentile(means.mean(axis=1), [100.0 * tail, 100.0 * (1.0 - tail)])
+    freedom, bias = _freedom(found)
     normal = statistics.NormalDist().inv_cdf(1.0 - tail)
-    stretch = float(student.ppf(1.0 - tail, count - 1)) / normal * math.sqrt(count / (count - 1))
+    stretch = float(student.ppf(1.0 - tail, freedom)) / normal * math.sqrt(bias)
     return Interval(mean, mean - stretch * (mean - float(low)), mean + stretch * (float(high) - mean))
+
+
+def _freedom(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Degrees of freedom of a mean over rows and columns, and by how much resampling makes its variance too small."""
+    parts = [(found.var(ddof=1) / len(found), len(found)) for found in _margins(values) if len(found) > 1]
+    total = sum(variance for variance, _ in parts)
+    if total == 0.0:
+        return float(values.shape[1] - 1), 1.0
+    freedom = total**2 / sum(variance**2 / (count - 1) for variance, count in parts)
+    return float(freedom), float(total / sum(variance * (count - 1) / count for variance, count in parts))
+
+
+def _margins(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    return values.mean(axis=1), values.mean(axis=0)
 
 
 def paired_difference(left: Sequence[float], right: Sequence[float], confidence: float = 0.95) -> Interval:

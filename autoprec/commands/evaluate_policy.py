@@ -1,0 +1,146 @@
+"""``autoprec evaluate-policy``: what a policy is worth on held-out tasks, against all rivals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
+
+    from autoprec.policies.evaluate import EvaluationSettings, Progress
+
+QUICK_TASKS = 48
+_HELP = """Plays a policy and all its rivals on tasks that no policy has learnt from, and says what the policy is worth.
+
+A task is a short training whose time and hardware are simulated and whose numerics are real. Each has a fixed budget of
+time. The score is the fall of the held-out log loss in units of what fp32 without clipping makes of the same budget.
+
+Rivals have the same knobs as the policy: fp32, bf16, fp16 with a GradScaler and the narrowest format, all with a clip;
+random moves; the rule; the table of costs and errors, plain, with a batch schedule, with costs learnt from step times,
+and with settings found by black-box search where `docs/results/tuned_table.json` has them.
+
+Intervals are 95% bootstraps over tasks and training seeds. `evaluation.json` in the output folder holds every number,
+`evaluation.md` the tables, and each bank has a picture. Stopped by Ctrl-C or killed, it goes on where it was when it is
+started again.
+
+Banks: test, val, train, deep (8 and 10 layers), wide (96 units), and `only-mlp`, `only-cnn`, `only-transformer`,
+`only-recurrent` for a policy that was trained without one architecture.
+
+Examples:
+
+    autoprec evaluate-policy                                       # the shipped policy, 400 test tasks
+
+    autoprec evaluate-policy --quick                               # half a minute: does it run here?
+
+    autoprec evaluate-policy --policy runs/0 --policy runs/1       # two seeds of a policy of your own
+
+    autoprec evaluate-policy --bank test --bank deep --bank wide
+
+    autoprec evaluate-policy --policy table                        # the table in the place of a policy
+"""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the command to an application.
+
+    Args:
+        app: The application.
+    """
+    import typer
+
+    policy_option = typer.Option(
+        None, help="Folder of a policy; give it once for each seed. By default the shipped one. `table` for the table."
+    )
+    bank_option = typer.Option(["test"], help="Bank of tasks; the last line is about the first one.")
+    tasks_option = typer.Option(400, min=2, help="Tasks of each bank that count.")
+    out_option = typer.Option(Path("autoprec-evaluation"), file_okay=False, help="Folder for results; goes on there.")
+    processes_option = typer.Option(None, min=1, help="Processes, one thread each. By default one for each core.")
+    quick_option = typer.Option(False, "--quick", help=f"{QUICK_TASKS} tasks: does it run here?")
+    json_option = typer.Option(False, "--json", help="Print the results as JSON, and all else to standard error.")
+
+    @app.command("evaluate-policy", help=_HELP)
+    def evaluate_policy(
+        policy: list[str] = policy_option,
+        bank: list[str] = bank_option,
+        tasks: int = tasks_option,
+        out: Path = out_option,
+        processes: int = processes_option,
+        quick: bool = quick_option,
+        as_json: bool = json_option,
+    ) -> None:
+        _check_extras()
+        count = min(tasks, QUICK_TASKS) if quick else tasks
+        _evaluate(_settings(policy or [], bank, count, out, processes), as_json)
+
+
+def _check_extras() -> None:
+    import typer
+
+    needed = {"stable_baselines3": "rl", "gymnasium": "rl", "scipy": "cli", "matplotlib": "cli"}
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:  # found out now, not after minutes
+        extras = ",".join(sorted({needed[name] for name in missing}))
+        message = (
+            f"`autoprec evaluate-policy` needs {', '.join(missing)}. Run `pip install '.[{extras}]'` in a checkout."
+        )
+        typer.echo(message, err=True)
+        raise typer.Exit(1)
+
+
+def _settings(
+    policies: list[str], banks: list[str], tasks: int, out: Path, processes: int | None
+) -> EvaluationSettings:
+    import typer
+
+    from autoprec.policies.evaluate import EvaluationSettings
+    from autoprec.policies.evaluation_report import SHIPPED, chosen_rivals
+
+    if not policies and not SHIPPED.is_dir():
+        raise typer.BadParameter(
+            "No policy is shipped with this version. Pass the folder of one, or `table` for the table alone.",
+            param_hint="'--policy'",
+        )
+    try:
+        found = chosen_rivals(policies or [SHIPPED])
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return EvaluationSettings(
+            rivals=found, banks=tuple(dict.fromkeys(banks)), tasks=tasks, out=out, processes=processes or cores
+        )
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _evaluate(settings: EvaluationSettings, as_json: bool) -> None:
+    import typer
+
+    from autoprec.policies.evaluation_report import RESULT, run_evaluation, tables
+
+    def say(text: str) -> None:
+        typer.echo(text, err=as_json)
+
+    def say_twins(done: int, total: int) -> None:
+        say(f"{done} of {total} fp32 twins trained")
+
+    try:
+        document = run_evaluation(settings, progress=lambda now: say(_progress_text(now)), twins=say_twins)
+    except KeyboardInterrupt as error:
+        typer.echo(f"Stopped. Run the same command again to go on from what is in `{settings.out}`.", err=True)
+        raise typer.Exit(130) from error
+    say(f"\n{tables(document)}")
+    say(f"Every number is in `{settings.out / RESULT}`, with a picture for each bank beside it.")
+    say(document["summary"])
+    if as_json:
+        typer.echo(json.dumps(document, indent=1, allow_nan=False))
+
+
+def _progress_text(now: Progress) -> str:
+    left = "" if now.seconds_left is None else f", about {_duration(now.seconds_left)} left"
+    return f"{now.done} of {now.total} played{left}: {now.what}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
