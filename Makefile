@@ -8,7 +8,7 @@ KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
 DATA := $(wildcard autoprec/hardware/data/*.toml autoprec/hardware/data/*/*.toml)
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(DATA) $(KERNELS)
 
-.PHONY: demo test slow lint types imports check gates bench bench-quick calibrate-check convergence divergence sanitize \
+.PHONY: demo test slow lint types imports check gates evaluate-policy bench bench-quick calibrate-check convergence divergence sanitize \
 	triton-aot zoo range-lowest range-newest range chaos compare-demo check-all clean
 
 demo: $(READY)
@@ -41,6 +41,10 @@ check: lint types imports test
 # whether the proxies are worth training a policy on; twins that an earlier run has trained are reused
 gates: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/gates.py
+
+# the shipped policy against all rivals on held-out tasks; the last line sums it up
+evaluate-policy: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/autoprec evaluate-policy --bank test --bank deep --bank wide --out build/evaluate-policy
 
 # started again after an interruption, it measures only what is missing; `python -m benchmarks.train --help` has options
 bench: $(READY)
