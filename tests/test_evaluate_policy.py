@@ -17,6 +17,8 @@ import pytest
 from autoprec import cli
 from autoprec.envs.engine import FORMATS
 from autoprec.envs.proposals import TableSettings
+from autoprec.envs.proxies import Distribution, Task, draw_task
+from autoprec.envs.twins import Twin
 from autoprec.feature_rows import INDEX
 from autoprec.rule import RuleController
 from tests.kernels import needs_cpu_kernels
@@ -217,19 +219,29 @@ def test_bad_settings_are_named(tmp_path: Path, changes: dict[str, Any], match: 
 # ---- raises ----
 
 
-def test_raises_are_counted_against_units_that_did_not_overflow() -> None:
-    narrow = SMALL.model_copy(update={"ladders": (1.0, 0.0, 0.0, 0.0, 0.0), "regimes": (1.0, 0.0, 0.0)})
-    tasks = evaluation_tasks("test", 6, distribution=narrow)  # down to fp8 that nothing scales
+def overflowing_task() -> tuple[Task, Twin]:
+    """A task whose unit 1 overflows in fp16 and nowhere else."""
+    task = draw_task(1, Distribution(units=(3,), architectures={"mlp": 1.0}, regimes=(1, 0, 0)))
+    spec = task.spec.copy()
+    spec["event_count"], spec["activation_bits"], spec["activation_mean"], spec["gradient_bits"] = 0, 0.0, 0.0, 0.0
+    spec["activation_bits"][1], spec["loss_factor"] = 40.0, 1.0
+    ladder = tuple(map(FORMATS.index, ("fp32", "bf16", "fp16")))
+    return replace(task, spec=spec, ladder=ladder), Twin(2.0, 1.0)
 
+
+def test_raises_are_counted_against_units_that_did_not_overflow() -> None:
     def lower(rows: Any) -> Any:
         return np.where(rows[:, INDEX["knob_precision"]] == 1.0, -1, 0)
 
+    tasks = [overflowing_task()]
     guarded = count_raises(play_policy(tasks, lower, mode="ladder", record=True)[1])
     alone = count_raises(play_policy(tasks, lower, mode="ladder", guard=False, record=True)[1])
-    assert sum(guarded.offenders) > 0
+    assert guarded.offenders[2] == sum(guarded.offenders) > 0
     assert guarded.rate == 1.0
-    assert alone.rate == alone.base == 0.0
-    assert guarded.offenders[0] == 0  # nothing is wider than fp32
+    assert guarded.base == 0.0
+    assert alone.offenders[2] > guarded.offenders[2]  # it stays where it overflows
+    assert alone.rate == 0.0
+    assert alone.quiet[2] > 0
 
 
 def test_base_rates_are_matched_by_level() -> None:
