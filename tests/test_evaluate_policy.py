@@ -196,6 +196,12 @@ def test_a_file_belongs_to_everything_it_depends_on(tmp_path: Path, monkeypatch:
     assert len(names()) == 4
 
 
+def test_further_banks_have_a_number_of_tasks_of_their_own(tmp_path: Path) -> None:
+    one = settings_for(tmp_path).rivals[:1]
+    found = evaluate(settings_for(tmp_path, rivals=one, banks=("test", "val"), other_tasks=2))
+    assert [(played.bank, len(played.scores.score)) for played in found] == [("test", 4), ("val", 2)]
+
+
 @pytest.mark.slow  # each process imports torch
 def test_processes_change_nothing(tmp_path: Path) -> None:
     two = settings_for(tmp_path).rivals[1:]
