@@ -199,7 +199,11 @@ def test_a_file_belongs_to_everything_it_depends_on(tmp_path: Path, monkeypatch:
 def test_further_banks_have_a_number_of_tasks_of_their_own(tmp_path: Path) -> None:
     one = settings_for(tmp_path).rivals[:1]
     found = evaluate(settings_for(tmp_path, rivals=one, banks=("test", "val"), other_tasks=2))
-    assert [(played.bank, len(played.scores.score)) for played in found] == [("test", 4), ("val", 2)]
+    expected = [
+        (bank, len(evaluation_tasks(bank, count, distribution=SMALL))) for bank, count in (("test", 4), ("val", 2))
+    ]
+    assert [(played.bank, len(played.scores.score)) for played in found] == expected
+    assert expected[0][1] > expected[1][1]
 
 
 @pytest.mark.slow  # each process imports torch
