@@ -8,8 +8,9 @@ KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
 DATA := $(wildcard autoprec/hardware/data/*.toml autoprec/hardware/data/*/*.toml)
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(DATA) $(KERNELS)
 
-.PHONY: demo test slow lint types imports check gates bench bench-quick calibrate-check convergence divergence sanitize \
-	train-policy-quick triton-aot zoo range-lowest range-newest range chaos compare-demo check-all clean
+.PHONY: demo test slow lint types imports check gates train-policy-quick evaluate-policy bench bench-quick \
+	calibrate-check convergence divergence sanitize triton-aot zoo range-lowest range-newest range chaos compare-demo \
+	check-all clean
 
 demo: $(READY)
 	$(BIN)/autoprec demo
@@ -45,6 +46,11 @@ gates: $(READY)
 # trains a small policy and plays it on tasks that it has not learnt from, under 5 minutes
 train-policy-quick: $(READY)
 	$(BIN)/autoprec train-policy --quick --out build/policy-quick
+	$(BIN)/autoprec evaluate-policy --quick --policy build/policy-quick/seed-0 --out build/policy-quick/evaluation
+
+# the shipped policy against all rivals on held-out tasks; the last line sums it up
+evaluate-policy: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/autoprec evaluate-policy --bank test --bank deep --bank wide --out build/evaluate-policy
 
 # started again after an interruption, it measures only what is missing; `python -m benchmarks.train --help` has options
 bench: $(READY)

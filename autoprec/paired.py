@@ -51,7 +51,7 @@ class Interval(NamedTuple):
     high: float
 
 
-def bootstrap_mean(values: ArrayLike, confidence: float = 0.95) -> Interval:
+def bootstrap_mean(values: ArrayLike, confidence: float = 0.95, resamples: int = RESAMPLES) -> Interval:
     """Bootstraps a mean: values are drawn again with replacement, percentiles of the means.
 
     Values in a table of rows and columns, as of seeds and tasks that each seed was tried on, are drawn by row and by
@@ -67,6 +67,7 @@ def bootstrap_mean(values: ArrayLike, confidence: float = 0.95) -> Interval:
     Args:
         values: At least two finite values ``[columns]``, or ``[rows, columns]`` with at least two columns.
         confidence: Share of such intervals that hold the true mean, between 0 and 1.
+        resamples: How often values are drawn again.
     """
     from scipy.stats import t as student  # imports most of scipy
 
@@ -74,10 +75,10 @@ def bootstrap_mean(values: ArrayLike, confidence: float = 0.95) -> Interval:
     rows, columns = found.shape
     tail = (1.0 - confidence) / 2.0
     rng = np.random.default_rng(0)
-    drawn = rng.integers(columns, size=(RESAMPLES, columns))
+    drawn = rng.integers(columns, size=(resamples, columns))
     means = np.stack([row[drawn].mean(axis=1) for row in found], axis=1)
     if rows > 1:
-        means = np.take_along_axis(means, rng.integers(rows, size=(RESAMPLES, rows)), axis=1)
+        means = np.take_along_axis(means, rng.integers(rows, size=(resamples, rows)), axis=1)
     mean = float(found.mean())
     low, high = np.percentile(means.mean(axis=1), [100.0 * tail, 100.0 * (1.0 - tail)])
     freedom, bias = _freedom(found)
@@ -88,16 +89,15 @@ def bootstrap_mean(values: ArrayLike, confidence: float = 0.95) -> Interval:
 
 def _freedom(values: NDArray[np.float64]) -> tuple[float, float]:
     """Degrees of freedom of a mean over rows and columns, and by how much resampling makes its variance too small."""
-    parts = [(found.var(ddof=1) / len(found), len(found)) for found in _margins(values) if len(found) > 1]
-    total = sum(variance for variance, _ in parts)
-    if total == 0.0:
-        return float(values.shape[1] - 1), 1.0
-    freedom = total**2 / sum(variance**2 / (count - 1) for variance, count in parts)
-    return float(freedom), float(total / sum(variance * (count - 1) / count for variance, count in parts))
-
-
-def _margins(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    return values.mean(axis=1), values.mean(axis=0)
+    rows, columns = values.shape
+    counts = np.array([rows, columns])
+    if rows == 1:
+        return columns - 1.0, columns / (columns - 1.0)
+    variances = np.array([values.mean(axis=1).var(ddof=1), values.mean(axis=0).var(ddof=1)]) / counts
+    if not variances.sum() > 0.0:
+        return columns - 1.0, 1.0
+    shares = variances / variances.sum()
+    return float(1.0 / (shares**2 / (counts - 1)).sum()), float(1.0 / (shares * (counts - 1) / counts).sum())
 
 
 def paired_difference(left: Sequence[float], right: Sequence[float], confidence: float = 0.95) -> Interval:

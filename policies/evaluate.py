@@ -56,7 +56,8 @@ class EvaluationSettings:
     Args:
         rivals: All rivals and, for each seed of the policy, one with the name ``policy``.
         banks: Banks of tasks, of ``task_groups.BANK_NAMES``.
-        tasks: Tasks of each bank that count.
+        tasks: Tasks of the first bank that count.
+        other_tasks: The same of each further bank.
         out: Folder for results; what is there already is not played again.
         processes: Cells that are played at a time, on one thread each.
         distribution: Instead of the banks' own; for tests.
@@ -68,6 +69,7 @@ class EvaluationSettings:
     rivals: tuple[Rival, ...]
     banks: tuple[str, ...] = ("test",)
     tasks: int = 400
+    other_tasks: int = 150
     out: Path = Path("autoprec-evaluation")
     processes: int = 1
     distribution: Distribution | None = field(default=None, repr=False)
@@ -77,9 +79,17 @@ class EvaluationSettings:
         unknown = [bank for bank in self.banks if bank not in BANK_NAMES]
         if unknown or not self.banks:
             raise ValueError(f"Passed the banks {list(self.banks)}. Banks are {sorted(BANK_NAMES)}.")
-        for name in ("tasks", "processes"):
+        for name in ("tasks", "other_tasks", "processes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Passed `{name}={getattr(self, name)}`. It must be 1 or more.")
+
+    def count(self, bank: str) -> int:
+        """Returns how many tasks of a bank are played.
+
+        Args:
+            bank: One of the banks.
+        """
+        return self.tasks if bank == self.banks[0] else self.other_tasks
 
 
 @dataclass(frozen=True)
@@ -154,7 +164,7 @@ def code_digest() -> str:
 def _cells(settings: EvaluationSettings, twins: Callable[[int, int], None] | None) -> Iterator[Cell]:
     code = code_digest()
     for bank in settings.banks:
-        tasks = evaluation_tasks(bank, settings.tasks, progress=twins, distribution=settings.distribution)
+        tasks = evaluation_tasks(bank, settings.count(bank), progress=twins, distribution=settings.distribution)
         of_tasks = twin_digest(tasks)
         for rival in settings.rivals:
             mark = hashlib.sha256(f"{code} {of_tasks} {rival.digest()}".encode()).hexdigest()[:16]
@@ -163,17 +173,17 @@ def _cells(settings: EvaluationSettings, twins: Callable[[int, int], None] | Non
 
 def _run(settings: EvaluationSettings, cells: Sequence[Cell]) -> Iterator[Cell]:
     """Plays cells and yields each when it is done."""
-    play = functools.partial(_play, count=settings.tasks, distribution=settings.distribution)
+    play = functools.partial(_play, distribution=settings.distribution)
     if settings.processes == 1 or len(cells) < 2:
         for cell in cells:
-            play(cell)
+            play(cell, count=settings.count(cell.bank))
             yield cell
         return
     # spawned, because a fork of a process with threads may stand still
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(settings.processes, len(cells)), context, initializer=_use_one_thread)
     try:
-        futures = {pool.submit(play, cell): cell for cell in cells}
+        futures = {pool.submit(play, cell, count=settings.count(cell.bank)): cell for cell in cells}
         for future in as_completed(futures):
             future.result()
             yield futures[future]

@@ -65,7 +65,7 @@ def run_evaluation(
     played = evaluate(settings, progress=progress, twins=twins)
     banks = {}
     for bank in settings.banks:
-        tasks = evaluation_tasks(bank, settings.tasks, distribution=settings.distribution)
+        tasks = evaluation_tasks(bank, settings.count(bank), distribution=settings.distribution)
         banks[bank] = bank_results([task for task, _ in tasks], [one for one in played if one.bank == bank])
     document = {
         **_circumstances(),

@@ -105,4 +105,4 @@ class RulePolicy:
         is_unit = rows[:, INDEX["knob_precision"]] == 1.0
         below = neighbours(s)[0][s.is_unit]
         masked[is_unit] |= _IS_4_BIT[below]
-        return masked & is_unit
+        return np.asarray(masked & is_unit)

@@ -56,7 +56,8 @@ def add_to(app: typer.Typer) -> None:
         None, help="Folder of a policy; give it once for each seed. By default the shipped one. `table` for the table."
     )
     bank_option = typer.Option(["test"], help="Bank of tasks; the last line is about the first one.")
-    tasks_option = typer.Option(400, min=2, help="Tasks of each bank that count.")
+    tasks_option = typer.Option(400, min=2, help="Tasks of the first bank that count.")
+    other_option = typer.Option(150, min=2, help="Tasks of each further bank.")
     out_option = typer.Option(Path("autoprec-evaluation"), file_okay=False, help="Folder for results; goes on there.")
     processes_option = typer.Option(None, min=1, help="Processes, one thread each. By default one for each core.")
     quick_option = typer.Option(False, "--quick", help=f"{QUICK_TASKS} tasks: does it run here?")
@@ -67,14 +68,15 @@ def add_to(app: typer.Typer) -> None:
         policy: list[str] = policy_option,
         bank: list[str] = bank_option,
         tasks: int = tasks_option,
+        other_tasks: int = other_option,
         out: Path = out_option,
         processes: int = processes_option,
         quick: bool = quick_option,
         as_json: bool = json_option,
     ) -> None:
         _check_extras()
-        count = min(tasks, QUICK_TASKS) if quick else tasks
-        _evaluate(_settings(policy or [], bank, count, out, processes), as_json)
+        counts = [min(count, QUICK_TASKS) if quick else count for count in (tasks, other_tasks)]
+        _evaluate(_settings(policy or [], bank, counts, out, processes), as_json)
 
 
 def _check_extras() -> None:
@@ -92,7 +94,7 @@ def _check_extras() -> None:
 
 
 def _settings(
-    policies: list[str], banks: list[str], tasks: int, out: Path, processes: int | None
+    policies: list[str], banks: list[str], counts: list[int], out: Path, processes: int | None
 ) -> EvaluationSettings:
     import typer
 
@@ -108,7 +110,12 @@ def _settings(
         found = chosen_rivals(policies or [SHIPPED])
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return EvaluationSettings(
-            rivals=found, banks=tuple(dict.fromkeys(banks)), tasks=tasks, out=out, processes=processes or cores
+            rivals=found,
+            banks=tuple(dict.fromkeys(banks)),
+            tasks=counts[0],
+            other_tasks=counts[1],
+            out=out,
+            processes=processes or cores,
         )
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
