@@ -370,12 +370,15 @@ class AutoPrecisionCallback(Callback):
     def _ask(self, trainer: pl.Trainer, unoffered: Unoffered) -> None:
         steering, knobs = self._fit, self._fit.knobs
         units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered, steering.costs)
-        run = read_globals(knobs, steering.telemetry, progress(trainer), self._load)
+        run = read_globals(knobs, steering.telemetry, self._progress(trainer), self._load)
         if self.controller.needs_facts:
             self._asking.note_facts(
                 read_facts(steering, {unit.name: unit.legal for unit in units}, steering.costs.table or None)
             )
         self._apply(self._asking.decide(units, run, knobs.masked), f"policy {self.controller.name!r}")
+
+    def _progress(self, trainer: pl.Trainer) -> float:
+        return progress(trainer)
 
     def _apply(self, answer: Answer, why: str) -> None:
         if answer.action is not None and not answer.action.is_empty:

@@ -1,0 +1,71 @@
+"""What the tests of the training environment share: small trainings, what is left in the process, whole episodes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoprec import AutoPrecisionConfig
+from autoprec.envs.process_state import ProcessState
+from autoprec.envs.step_cost import FormatCost
+from autoprec.envs.training_env import TrainingEnv
+from tests.small_fits import QUIET, Full, Plain, differences, loader
+
+SETTINGS: dict[str, Any] = {
+    "interval": 4,
+    "config": AutoPrecisionConfig(formats=("fp32", "bf16", "fp16")),
+    "cost": FormatCost(),
+}
+
+
+class Maker:
+    """Makes a small training that shuffles, and keeps the modules that it has made."""
+
+    def __init__(self, kind: type[Plain] = Full, **options: Any) -> None:
+        self.kind, self.options, self.modules = kind, options, list[Plain]()
+
+    def __call__(self) -> tuple[Plain, Any, Mapping[str, Any]]:
+        self.modules.append(self.kind())
+        options = {**QUIET, "max_epochs": 4, "deterministic": True, **self.options}
+        return self.modules[-1], (loader(shuffle=True), loader(32)), options
+
+
+def make_env(make: Any = None, **options: Any) -> TrainingEnv:
+    return TrainingEnv(Maker() if make is None else make, **{**SETTINGS, **options})
+
+
+def play(env: Any, moves: Any = None, seed: int = 7) -> tuple[list[Any], list[float], dict[str, Any]]:
+    """Plays one episode; ``moves`` are called with the index of the step, and keep everything by default."""
+    observation, info = env.reset(seed=seed)
+    observations, rewards, is_over, step = [observation], list[float](), False, 0
+    while not is_over:
+        action = np.ones(env.unwrapped.rows, dtype=np.int64) if moves is None else moves(step)
+        observation, reward, terminated, truncated, info = env.step(action)
+        observations.append(observation)
+        rewards.append(reward)
+        is_over, step = terminated or truncated, step + 1
+    return observations, rewards, info
+
+
+def random_moves(env: Any, seed: int = 0) -> Any:
+    rng = np.random.default_rng(seed)
+    drawn = rng.integers(0, 3, (64, env.unwrapped.rows))
+    return lambda step: drawn[step]
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Fails if a thread, a process or a change of global state is left at the end of the block."""
+    threads, processes, state = set(threading.enumerate()), len(multiprocessing.active_children()), ProcessState.take()
+    gradients = torch.is_grad_enabled()
+    yield
+    assert set(threading.enumerate()) <= threads
+    assert len(multiprocessing.active_children()) == processes
+    assert not differences(vars(state), vars(ProcessState.take()))
+    assert torch.is_grad_enabled() == gradients
