@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import gymnasium
 
 from autoprec.envs.process_state import isolated
 from autoprec.envs.training_env import TrainingEnv
+from tests.test_docs import blocks
 from tests.training_envs import SETTINGS, Maker, make_env, nothing_left, play, random_moves
 
 
@@ -238,6 +240,29 @@ def test_observations_are_within_their_box_when_the_run_is_ruined() -> None:
     assert rewards[-1] < -1.0
     assert all(math.isfinite(reward) for reward in rewards)
     env.close()
+
+
+# what readers start from
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_code_in_the_docs_runs() -> None:
+    (block,) = [block for block in blocks("docs/environments.md", "python") if "Training-v0" in block]
+    names: dict[str, Any] = {}
+    with nothing_left():
+        exec(block, names)
+    assert names["model"].num_timesteps == 32
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(__file__).resolve().parents[1] / "examples/training_environment.py"
+    with nothing_left():
+        runpy.run_path(str(path))["main"](["--steps", "32"])
+    lines = capsys.readouterr().out.splitlines()
+    returns = {line[:32].strip(): float(line[32:].split()[1]) for line in lines if " return " in line}
+    assert list(returns) == ["stay in fp32", "bf16 from the first decision on", "random", "PPO after 32 steps"]
+    assert returns["bf16 from the first decision on"] > returns["stay in fp32"] > returns["random"]
 
 
 # what is refused
