@@ -26,6 +26,7 @@ from autoprec.plan_config import PlanConfig
 from autoprec.precision import AutoPrecision
 from autoprec.rule import RuleController
 from autoprec.strategy import AutoPrecisionStrategy
+from autoprec.table import TableConfig, TableSettings
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,8 @@ __all__ = [
     "RuleConfig",
     "RuleController",
     "ScriptedController",
+    "TableConfig",
+    "TableSettings",
     "__version__",
     "get_format",
     "load_map",

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from autoprec.action import Action
 from autoprec.controller import Controller, checked_reasons, checked_state
-from autoprec.encoding import decode, encode
+from autoprec.encoding import decode, encode, with_proposal
 from autoprec.history import Decision
 from autoprec.knobs import Knobs, steered_units
 from autoprec.planning import ModelFacts
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _QUESTIONS = (
     *("start", "initial_map", "step_action", "epoch_action"),
     *("decide", "reasons", "state_dict", "load_state_dict"),
-    *("note_facts", "wants_errors", "notes"),
+    *("note_facts", "wants_errors", "notes", "propose"),
 )
 _LONGEST_REASON = 500
 
@@ -43,8 +43,8 @@ class Answer(NamedTuple):
 
     Attributes:
         action: What it asks for, without masked knobs; ``None`` for nothing.
-        reasons: Why, by unit name or ``"clip"``.
-        is_move: Whether these are moves, relative to what is there.
+        reasons: Why, by name of the unit or knob.
+        is_move: Whether it is relative to what is there, as moves are.
     """
 
     action: Action | None
@@ -82,7 +82,7 @@ class Asking:
     """
 
     def __init__(self, controller: Controller, plugin: AutoPrecision) -> None:
-        self.is_scripted = getattr(controller.step_action, "__func__", None) is not Controller.step_action
+        self.is_scripted = _answers(controller, "step_action")
         self._controller = controller
         self._plugin = plugin
         self._has_failed = False
@@ -111,10 +111,13 @@ class Asking:
 
     def wants_errors(self) -> bool:
         """Returns whether it wants errors to be measured before the next decision."""
-        return self._controller.needs_facts and bool(self._ask("wants_errors", self._controller.wants_errors))
+        is_asked = _answers(self._controller, "wants_errors")
+        return is_asked and bool(self._ask("wants_errors", self._controller.wants_errors))
 
     def notes(self) -> list[str]:
         """Returns what it has to say at the end."""
+        if not _answers(self._controller, "notes"):
+            return []
         return self._ask("notes", lambda: [str(line) for line in self._controller.notes()]) or []
 
     def first_map(self) -> Action | None:
@@ -137,16 +140,29 @@ class Asking:
             run: The run's reading.
             masked: Knobs that cannot be moved.
         """
+        units, run = self._with_proposal(units, run)
         observation = encode(units, run)  # nobody else reads it, so the controller may write to it
 
         def decision() -> Answer:
             moves: Any = self._controller.decide(observation)
             is_move = moves is not None and not isinstance(moves, Action)
             action = decode(moves, units, run) if is_move else _checked(moves)
-            return Answer(_without_masked(action, masked), is_move=is_move)
+            return Answer(_without_masked(action, masked), is_move=is_move or self._controller.is_relative)
 
         answer = self._ask("decide", decision) or Answer(None)
         return answer._replace(reasons=self.reasons())
+
+    def _with_proposal(
+        self, units: Sequence[UnitReading], run: GlobalReading
+    ) -> tuple[Sequence[UnitReading], GlobalReading]:
+        if not _answers(self._controller, "propose"):
+            return units, run
+
+        def proposal() -> tuple[Sequence[UnitReading], GlobalReading]:
+            proposed = self._controller.propose(units, run)
+            return (units, run) if proposed is None else with_proposal(units, run, proposed)
+
+        return self._ask("propose", proposal) or (units, run)
 
     def reasons(self) -> Mapping[str, str]:
         """Returns why it asked for what it asked for last."""
@@ -219,6 +235,11 @@ def is_foreign(controller: Controller) -> bool:
     """Whether code from outside of autoprec answers for a controller."""
     is_ours = (type(controller).__module__ or "").partition(".")[0] == __name__.partition(".")[0]
     return not is_ours or any(question in vars(controller) for question in _QUESTIONS)
+
+
+def _answers(controller: Controller, question: str) -> bool:
+    """Whether a controller has an answer of its own to a question, not that of the base class."""
+    return getattr(getattr(controller, question), "__func__", None) is not getattr(Controller, question)
 
 
 @contextmanager

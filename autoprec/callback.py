@@ -52,8 +52,8 @@ class AutoPrecisionCallback(Callback):
     Trainer are the same afterwards as before.
 
     Args:
-        policy: Who decides. ``"rule"``, ``"shape"``, ``"fisher"``, ``"snip"``, ``"fixed:<format>"``, the path of a map
-            written by :meth:`save_map`, or a :class:`~autoprec.controller.Controller`.
+        policy: Who decides. ``"rule"``, ``"table"``, ``"shape"``, ``"fisher"``, ``"snip"``, ``"fixed:<format>"``, the
+            path of a map written by :meth:`save_map`, or a :class:`~autoprec.controller.Controller`.
         knobs: What may be moved, out of ``"precision"``, ``"loss_scale"``, ``"batch_size"`` and ``"clip"``. With none
             the callback only observes, counts and guards, and training is bit-identical to training without it. With
             ``"clip"`` the threshold follows the running median of the gradient norm unless the Trainer has one.
@@ -360,6 +360,7 @@ class AutoPrecisionCallback(Callback):
         steering, knobs = self._fit, self._fit.knobs
         steering.telemetry.flush()
         steering.coupling.follow_noise_scale(steering.telemetry.noise)
+        steering.costs.clock.note_size(knobs.batch_size.size)
         steering.costs.update(lambda step_s: expected_training_s(trainer, steering.window, step_s))
         unoffered = find_unoffered(knobs, steering.telemetry, steering.costs)
         record_unoffered(knobs, steering.telemetry, steering.costs, steering.window, unoffered)
@@ -369,11 +370,12 @@ class AutoPrecisionCallback(Callback):
 
     def _ask(self, trainer: pl.Trainer, unoffered: Unoffered) -> None:
         steering, knobs = self._fit, self._fit.knobs
-        units = read_units(knobs, steering.telemetry, steering.applied_steps, unoffered, steering.costs)
-        run = read_globals(knobs, steering.telemetry, self._progress(trainer), self._load)
+        telemetry, costs, errors = steering.telemetry, steering.costs, steering.rounding.errors
+        units = read_units(knobs, telemetry, steering.applied_steps, unoffered, costs, errors)
+        run = read_globals(knobs, telemetry, self._progress(trainer), self._load, costs)
         if self.controller.needs_facts:
             self._asking.note_facts(
-                read_facts(steering, {unit.name: unit.legal for unit in units}, steering.costs.table or None)
+                read_facts(steering, {unit.name: unit.legal for unit in units}, costs.table or None)
             )
         self._apply(self._asking.decide(units, run, knobs.masked), f"policy {self.controller.name!r}")
 
@@ -418,8 +420,7 @@ class AutoPrecisionCallback(Callback):
                 " are those that training started with."
             )
         if self.verbose and not trainer.barebones:
-            notes = self._asking.notes() if self.controller.needs_facts else ()
-            text = summarize(self._fit, self.controller.name, notes)
+            text = summarize(self._fit, self.controller.name, self._asking.notes())
             rank_zero_info(text + no_decision(self._fit, self.interval) if self.controller.looks else text)
 
     @rank_zero_only

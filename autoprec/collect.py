@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import nn
 
+from autoprec.config import ClipConfig, LossScaleConfig
 from autoprec.cost import CostTable, Product, why_unprofitable
 from autoprec.cost_watch import CostWatch
 from autoprec.formats import get_format, rank
 from autoprec.history import Decision
 from autoprec.knobs import Knobs, steered_units
 from autoprec.machine_load import MachineLoad
+from autoprec.planning import UnitErrors
 from autoprec.readings import GlobalReading, UnitReading
 from autoprec.telemetry import Telemetry, UnitTelemetry
 from autoprec.units import Unit
@@ -38,7 +41,12 @@ def find_unoffered(knobs: Knobs, telemetry: Telemetry, costs: CostWatch) -> Unof
 
 
 def read_units(
-    knobs: Knobs, telemetry: Telemetry, applied_steps: int, unoffered: Unoffered, costs: CostWatch | None = None
+    knobs: Knobs,
+    telemetry: Telemetry,
+    applied_steps: int,
+    unoffered: Unoffered,
+    costs: CostWatch | None = None,
+    errors: Mapping[str, UnitErrors] = MappingProxyType({}),
 ) -> list[UnitReading]:
     """Readings of all steered units, in the order of their rows.
 
@@ -48,6 +56,7 @@ def read_units(
         applied_steps: Applied optimizer steps so far.
         unoffered: What :func:`find_unoffered` returned.
         costs: What formats cost; where all units were timed, their shares of compute are shares of time.
+        errors: What formats were seen to do to tensors, by unit name.
     """
     units = steered_units(knobs)
     parameters = sum(unit.parameter_count for unit in units) or 1
@@ -56,15 +65,34 @@ def read_units(
         _read_unit(unit, knobs, telemetry, applied_steps, parameters, compute[unit.name], unoffered[unit.name])
         for unit in units
     ]
-    return readings if costs is None or not costs.table else [_with_costs(reading, costs) for reading in readings]
+    readings = [_with_errors(each, errors[each.name]) if each.name in errors else each for each in readings]
+    return readings if costs is None else [_with_costs(reading, costs) for reading in readings]
 
 
 def _with_costs(reading: UnitReading, costs: CostWatch) -> UnitReading:
+    times = costs.relative_times(reading.name, reading.legal)
+    if not costs.table:
+        return replace(reading, times=times)
     lower, higher = (
         math.nan if other is None else costs.relative_cost(reading.name, other)
         for other in (reading.lower, reading.higher)
     )
-    return replace(reading, cost_lower=lower, cost_higher=higher)
+    return replace(reading, cost_lower=lower, cost_higher=higher, times=times)
+
+
+def _with_errors(reading: UnitReading, measured: UnitErrors) -> UnitReading:
+    errors = {name: measured.relative[name] for name in reading.legal if name in measured.relative}
+    current, lower, higher = (
+        errors.get(name or reading.format, math.nan) for name in (reading.format, reading.lower, reading.higher)
+    )
+    return replace(
+        reading,
+        error=current,
+        error_lower=lower,
+        error_higher=higher,
+        errors=errors,
+        passed_amax=measured.gradient_amax,
+    )
 
 
 def _compute_shares(
@@ -163,7 +191,13 @@ def _read_unit(
     )
 
 
-def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float, load: MachineLoad | None = None) -> GlobalReading:
+def read_globals(
+    knobs: Knobs,
+    telemetry: Telemetry,
+    progress: float,
+    load: MachineLoad | None = None,
+    costs: CostWatch | None = None,
+) -> GlobalReading:
     """The run's reading.
 
     Args:
@@ -171,10 +205,12 @@ def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float, load: Mach
         telemetry: Measurements, flushed.
         progress: Share of the run that is over, NaN if unknown.
         load: Reads the machine, ``None`` where no choice may rest on it.
+        costs: Knows the times of steps.
     """
     applied = sum(telemetry.outcomes)
     clipped = list(telemetry.clipped)[-applied:] if applied else []
     noise_scale, noise_scale_error = telemetry.noise.scale.estimate
+    size = knobs.batch_size.size or 0
     return GlobalReading(
         losses=tuple(telemetry.losses),
         loss_scale=knobs.loss_scale.scale,
@@ -189,11 +225,15 @@ def read_globals(knobs: Knobs, telemetry: Telemetry, progress: float, load: Mach
         noise_scale=noise_scale,
         noise_scale_error=noise_scale_error,
         effective_batch=telemetry.noise.effective_batch,
-        batch_size=knobs.batch_size.size or 0,
+        batch_size=size,
         memory_share=math.nan if load is None else load.memory_share(),
         utilization=math.nan if load is None else load.utilization(),
         movable=frozenset(_movable(knobs)),
         loss_scale_limits=(knobs.loss_scale.config.floor, knobs.loss_scale.config.cap),
+        step_time_bits=math.nan if costs is None else costs.clock.time_bits,
+        cost_lower=math.nan if costs is None else costs.clock.cost_of_size(size, size // 2),
+        cost_higher=math.nan if costs is None else costs.clock.cost_of_size(size, size * 2),
+        chosen=frozenset(_chosen(knobs)),
     )
 
 
@@ -205,3 +245,13 @@ def _movable(knobs: Knobs) -> set[str]:
     if knobs.base.clip is not None:
         movable.discard("clip")  # the user chose a threshold; scripts and requests may still move it
     return movable
+
+
+def _chosen(knobs: Knobs) -> set[str]:
+    """Knobs of the run that hold what the user has chosen, by a setting or by a request."""
+    chosen = set()
+    if not knobs.threshold.follows_median or knobs.threshold.config.multiplier != ClipConfig().multiplier:
+        chosen.add("clip")
+    if knobs.loss_scale.is_pinned or knobs.loss_scale.config.init_scale != LossScaleConfig().init_scale:
+        chosen.add("loss_scale")
+    return chosen

@@ -14,6 +14,7 @@ from typing import Literal
 from autoprec.config_checks import check_int, check_name, check_range, check_real, check_type
 from autoprec.formats import get_format, nearest
 from autoprec.plan_config import PlanConfig
+from autoprec.table import TableConfig, TableSettings
 
 
 def _check_formats(formats: tuple[str, ...] | None) -> None:
@@ -314,6 +315,8 @@ class AutoPrecisionConfig:
         guard: When the guard steps in.
         rule: When the rule moves what.
         plan: Budgets of policies that plan a whole map.
+        table: Parameters of the policy ``"table"``. As :class:`~autoprec.table.TableConfig` it leaves the batch size
+            alone unless its ``schedule`` or ``batch`` says otherwise.
         batch: Bounds of the batch size, and what the learning rate does when it changes.
         rollback: Copies of the run in host memory, and when it goes back to one.
         calibration: What may be measured on the device before formats are chosen.
@@ -335,6 +338,7 @@ class AutoPrecisionConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     rule: RuleConfig = field(default_factory=RuleConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    table: TableSettings = field(default_factory=TableConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     rollback: RollbackConfig = field(default_factory=RollbackConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
@@ -359,6 +363,7 @@ class AutoPrecisionConfig:
         check_type(self, "guard", GuardConfig)
         check_type(self, "rule", RuleConfig)
         check_type(self, "plan", PlanConfig)
+        check_type(self, "table", TableSettings)
         check_type(self, "batch", BatchConfig)
         check_type(self, "rollback", RollbackConfig)
         check_type(self, "calibration", CalibrationConfig)

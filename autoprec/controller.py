@@ -22,6 +22,8 @@ from autoprec.encoding import Observation
 from autoprec.formats import FORMATS, get_format, nearest
 from autoprec.map_file import load_map
 from autoprec.planning import ModelFacts
+from autoprec.readings import GlobalReading, UnitReading
+from autoprec.table import Proposal
 
 Moves = NDArray[np.integer[Any]]
 
@@ -38,11 +40,14 @@ class Controller(ABC):
         name: Short name for records and reports.
         looks: Whether ``decide`` looks at the observation, so that a run shorter than the interval needs a word.
         needs_facts: Whether it is told of the model by ``note_facts``, at the start and before each ``decide``.
+        is_relative: Whether what ``decide`` requests is relative to what is there, as moves are: a clip threshold goes
+            on following the median norm by another multiplier, and a loss scale is not taken for somebody's choice.
     """
 
     name: str = "controller"
     looks: bool = True
     needs_facts: bool = False
+    is_relative: bool = False
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:  # noqa: B027
         """Begins a run afresh; in a resumed run a state is loaded after it.
@@ -64,7 +69,7 @@ class Controller(ABC):
         """
 
     def wants_errors(self) -> bool:
-        """Returns whether the facts before the next ``decide`` must hold newly measured errors."""
+        """Returns whether facts and readings before the next ``decide`` must hold newly measured errors."""
         return False
 
     def notes(self) -> Sequence[str]:
@@ -87,6 +92,17 @@ class Controller(ABC):
         """
         return None
 
+    def propose(self, units: Sequence[UnitReading], run: GlobalReading) -> Proposal | None:
+        """Returns what a table of costs and errors proposes; asked before an observation is made of the readings.
+
+        What it proposes is in the observation, as moves from where each knob is. Nothing else follows from it.
+
+        Args:
+            units: Readings of the units.
+            run: Reading of the run.
+        """
+        return None
+
     @abstractmethod
     def decide(self, observation: Observation) -> Moves | Action | None:
         """Decides from an observation.
@@ -99,7 +115,7 @@ class Controller(ABC):
         """
 
     def reasons(self) -> Mapping[str, str]:
-        """Returns why the latest decision asked for what it did, by unit name or ``"clip"``; for the record."""
+        """Returns why the latest decision asked for what it did, by name of the unit or knob; for the record."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,6 +256,7 @@ class MapController(Controller):
 
 _BY_NAME = {
     "rule": "autoprec.rule:RuleController",
+    "table": "autoprec.table_policy:TableController",
     "shape": "autoprec.policies.analytic:shape_policy",
     "fisher": "autoprec.policies.analytic:fisher_policy",
     "snip": "autoprec.policies.analytic:snip_policy",
@@ -252,8 +269,8 @@ def resolve_policy(policy: str | Path | Controller, config: AutoPrecisionConfig 
     """Returns the controller that ``policy`` names.
 
     Args:
-        policy: ``"rule"``, ``"shape"``, ``"fisher"``, ``"snip"``, ``"fixed:<format>"``, the path of a file written by
-            ``save_map``, or a controller.
+        policy: ``"rule"``, ``"table"``, ``"shape"``, ``"fisher"``, ``"snip"``, ``"fixed:<format>"``, the path of a
+            file written by ``save_map``, or a controller.
         config: Settings for a policy made by name.
 
     Raises:

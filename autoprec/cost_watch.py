@@ -7,8 +7,7 @@ and which formats do not pay. What does not: measuring (``calibration``) and the
 from __future__ import annotations
 
 import math
-import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
@@ -27,16 +26,15 @@ from autoprec.config import CalibrationConfig
 from autoprec.cost import Product
 from autoprec.cost_table import CostTable, StepModel, UnitCost
 from autoprec.formats import rank
+from autoprec.hardware import describe
 from autoprec.layers import Runtime
 from autoprec.machine_load import total_bytes
+from autoprec.step_clock import StepClock
 from autoprec.unit_formats import UnitFormats
 from autoprec.units import Unit
 
-FEWEST_STEPS = 8
-"""Step times that make a median."""
 SHORTEST_RUN_S = 30.0
 """A run that is expected to train for less than this measures nothing unless it is asked to."""
-_STEPS = 32
 _MOST_OF_HOST = 0.1
 
 Counts = dict[str, Counter[Workload]]
@@ -64,6 +62,7 @@ class CostWatch:
         attention: Implementation by the key of a case.
         keeps_copies: Whether layers may run on kept copies of their weights.
         has_decided: Whether a time has decided something, so that another run may decide otherwise.
+        clock: Times of the steps, where a clock is read.
     """
 
     def __init__(
@@ -82,7 +81,9 @@ class CostWatch:
         self.attention: dict[str, str] = {}
         self.keeps_copies = False
         self.has_decided = False
-        self.calibrator = Calibrator(_device_of(unit_formats.units.values(), runtime.device_type), config.cache)
+        self.clock = StepClock()
+        self._device = _device_of(unit_formats.units.values(), runtime.device_type)
+        self.calibrator = Calibrator(self._device, config.cache)
         self._unit_formats = unit_formats
         self._runtime = runtime
         self._config = config
@@ -92,8 +93,6 @@ class CostWatch:
         self._settled: tuple[Counts, bool, list[str]] | None = None
         self._is_incomplete = False
         self._is_timed = False
-        self._step_s: deque[float] = deque(maxlen=_STEPS)
-        self._last_s: float | None = None
 
     def begin(self, looks: bool) -> None:
         """Called when a fit begins: finds out whether it is to know costs.
@@ -122,12 +121,7 @@ class CostWatch:
             self._runtime.attention_seen.clear()
         if not self._is_timed:
             return
-        now = perf_counter()
-        if has_new_formats:
-            self._restart_clock()
-        elif self._last_s is not None:
-            self._step_s.append(now - self._last_s)
-        self._last_s = now
+        self.clock.note(perf_counter(), has_new_formats)
 
     def forget_calls(self) -> None:
         """Called when a training step is tried again."""
@@ -140,14 +134,10 @@ class CostWatch:
         if calls:
             self.workloads = find_workloads(calls, self._unit_formats.units, self._unit_formats.current)
 
-    def _restart_clock(self) -> None:
-        self._step_s.clear()
-        self._last_s = None
-
     @property
     def step_ms(self) -> float | None:
         """Median of the latest step times, ``None`` while there are too few."""
-        return statistics.median(self._step_s) * 1e3 if len(self._step_s) >= FEWEST_STEPS else None
+        return self.clock.step_ms
 
     # ---- decisions ----
 
@@ -176,7 +166,7 @@ class CostWatch:
         self.calibrator.look_up(demand)
         self.calibrator.measure(demand, budget_s - (self.calibrator.spent_s - before))
         if self.calibrator.spent_s != before:
-            self._last_s = None  # this pause is no step
+            self.clock.note_pause()
         self.table = pricing.table(self.workloads, self.calibrator)
         self._is_incomplete = not (is_complete and self.calibrator.knows(demand))
         self.has_decided = self.has_decided or bool(self.table.implementations())
@@ -262,6 +252,34 @@ class CostWatch:
         units_ms = self.table.map_ms(formats)
         return (then - now) / (self.model.predict_ms(units_ms) if self.model.is_fitted else units_ms)
 
+    def relative_times(self, unit_name: str, formats: Iterable[str]) -> dict[str, float]:
+        """Times of a unit in formats, in units of that in its current one.
+
+        Args:
+            unit_name: The unit.
+            formats: What is asked for.
+
+        Returns:
+            Times as measured; where its current format was not measured, by the stated rates of the device. Formats
+            that are not known to save anything by either are left out.
+        """
+        current = self._unit_formats.current[unit_name]
+        measured = self.table.unit_ms(unit_name, current)
+        if measured is not None:
+            known = {name: self.table.unit_ms(unit_name, name) for name in formats}
+            return {name: ms / measured for name, ms in known.items() if ms is not None}
+        times = {name: self._stated_time(unit_name, name) for name in formats}
+        now = times.get(current) or math.nan
+        return {current: 1.0, **{name: t / now for name, t in times.items() if t is not None and not math.isnan(now)}}
+
+    def _stated_time(self, unit_name: str, format_name: str) -> float | None:
+        if format_name == "fp32":
+            return 1.0
+        if self._unit_formats.units[unit_name].is_emulated(format_name):
+            return None
+        ratio = describe(self._device).ratio(format_name)
+        return None if ratio is None or ratio <= 1.0 else 1.0 / ratio
+
     def why_not(self, unit_name: str, format_name: str, offered: Iterable[str]) -> str | None:
         """Says why a format is not offered for a unit, ``None`` if it is.
 
@@ -333,6 +351,7 @@ class CostWatch:
             "is_incomplete": self._is_incomplete,
             "keeps_copies": self.keeps_copies,
             "has_decided": self.has_decided,
+            "first_ms": self.clock.first_ms,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -356,6 +375,7 @@ class CostWatch:
         self._is_incomplete = bool(state["is_incomplete"])
         self.keeps_copies = bool(state["keeps_copies"])  # a decision may come before the first step
         self.has_decided = bool(state["has_decided"])
+        self.clock.first_ms = float(state.get("first_ms", math.nan))
 
 
 def _plain(workloads: Counts) -> dict[str, list[list[Any]]]:

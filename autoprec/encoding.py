@@ -51,6 +51,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,7 @@ from autoprec.feature_rows import (
 )
 from autoprec.formats import get_format, nearest, rank
 from autoprec.readings import LAYER_KINDS, GlobalReading, UnitReading
+from autoprec.table import CLIP_MULTIPLIERS, Proposal
 from autoprec.trends import drift_bits, finite, relative_change, spread, spread_around_drift
 
 __all__ = [
@@ -90,13 +92,11 @@ __all__ = [
     "encode",
     "feature",
     "log_steps",
+    "with_proposal",
 ]
 
 VERSION = 3
 """Version of the layout of observations and actions. A policy made for another one is refused."""
-
-CLIP_MULTIPLIERS = (0.5, 1.0, 1.5, 3.0, 8.0, math.inf)
-"""Clip thresholds in units of the median norm between which a move steps."""
 
 Observation = NDArray[np.float32]
 
@@ -164,6 +164,37 @@ def decode(actions: ArrayLike, units: Sequence[UnitReading], globals: GlobalRead
         batch_size=_moved_batch_size(globals, batch_move),
         clip=_moved_clip(globals, clip_move),
     )
+
+
+def with_proposal(
+    units: Sequence[UnitReading], globals: GlobalReading, proposal: Proposal
+) -> tuple[list[UnitReading], GlobalReading]:
+    """Returns the readings with what is proposed in them, as moves from where each knob is.
+
+    Args:
+        units: Readings of the units.
+        globals: Reading of the run.
+        proposal: What a table proposes. Names that are not there, formats that are not legal and knobs that do not move
+            are left out.
+    """
+    movable, size = globals.movable, globals.batch_size
+    scale = proposal.loss_scale if "loss_scale" in movable else None
+    batch_size = proposal.batch_size if "batch_size" in movable and size > 0 else None
+    clip = proposal.clip if "clip" in movable and 0 < globals.median_norm < math.inf else None
+    run = replace(
+        globals,
+        proposal=math.nan if batch_size is None else math.log2(batch_size / size),
+        loss_scale_proposal=math.nan if scale is None else math.log2(max(scale, 1.0) / max(globals.loss_scale, 1.0)),
+        clip_proposal=math.nan if clip is None else _clip_index(globals, clip) - _clip_index(globals),
+    )
+    return [_with_moves(unit, proposal.formats.get(unit.name)) for unit in units], run
+
+
+def _with_moves(unit: UnitReading, proposed: str | None) -> UnitReading:
+    if proposed not in unit.legal or unit.format not in unit.legal:
+        return unit
+    ladder = sorted(unit.legal, key=rank)
+    return replace(unit, proposal=float(ladder.index(unit.format) - ladder.index(proposed)))
 
 
 def log_steps(steps: float) -> float:
@@ -240,17 +271,18 @@ def _run_columns(globals: GlobalReading) -> RunColumns:
 
 def _prices(units: Sequence[UnitReading], globals: GlobalReading) -> Prices | None:
     readings: list[UnitReading | GlobalReading] = [*units, globals]
-    if all(math.isnan(r.cost_lower) and math.isnan(r.cost_higher) and math.isnan(r.proposal) for r in readings):
+    others = (globals.loss_scale_proposal, globals.clip_proposal)
+    known = (*others, *(value for r in readings for value in (r.cost_lower, r.cost_higher, r.proposal)))
+    if all(map(math.isnan, known)):
         return None
-    unknown = [math.nan] * RUN_KNOBS
-    batch = list(KnobKind).index(KnobKind.BATCH_SIZE) - 1
 
-    def column(name: str) -> NDArray[np.float64]:
-        shared = list(unknown)
-        shared[batch] = getattr(globals, name)
-        return np.array([*(getattr(unit, name) for unit in units), *shared])
+    def column(name: str, others: tuple[float, float] = (math.nan, math.nan)) -> NDArray[np.float64]:
+        shared = {KnobKind.LOSS_SCALE: others[0], KnobKind.BATCH_SIZE: getattr(globals, name), KnobKind.CLIP: others[1]}
+        return np.array([*(getattr(unit, name) for unit in units), *(shared[kind] for kind in list(KnobKind)[1:])])
 
-    return Prices(proposal=column("proposal"), cost_lower=column("cost_lower"), cost_higher=column("cost_higher"))
+    return Prices(
+        proposal=column("proposal", others), cost_lower=column("cost_lower"), cost_higher=column("cost_higher")
+    )
 
 
 def _is_nonfinite(unit: UnitReading) -> bool:
@@ -294,8 +326,13 @@ def _moved_clip(globals: GlobalReading, move: int) -> float | None:
     median = globals.median_norm
     if "clip" not in globals.movable or not move or not 0 < median < math.inf or not globals.clip_threshold > 0:
         return None
-    index = _nearest_multiplier(globals.clip_threshold / median) + move
+    index = _clip_index(globals) + move
     return CLIP_MULTIPLIERS[index] * median if 0 <= index < len(CLIP_MULTIPLIERS) else None
+
+
+def _clip_index(globals: GlobalReading, threshold: float | None = None) -> int:
+    """Place in ``CLIP_MULTIPLIERS`` of a threshold, by default the current one."""
+    return _nearest_multiplier((globals.clip_threshold if threshold is None else threshold) / globals.median_norm)
 
 
 def _nearest_multiplier(ratio: float) -> int:

@@ -165,8 +165,9 @@ class Knobs:
             applied_steps: Applied optimizer steps so far.
             median_norm: Running median of finite norms, NaN before the first.
             why: Reason to record for what is applied as asked.
-            reasons: More, by unit name or ``"clip"``.
-            is_move: Whether a policy moved the threshold by a notch, which leaves it following the median.
+            reasons: More, by unit name or name of the knob.
+            is_move: Whether a policy moved it from what is there: the threshold goes on following the median, and the
+                loss scale is nobody's choice.
         """
         was_enabled = self.loss_scale.enabled
         changes = {}
@@ -183,7 +184,7 @@ class Knobs:
         if self.loss_scale.enabled and not was_enabled:
             scale = self.loss_scale.scale
             self._record(step, "loss_scale", None, 1.0, scale, scale, "applied", "in use from now on: fp16 needs it")
-        self._apply_loss_scale(action, step, why)
+        self._apply_loss_scale(action, step, _joined(why, reasons, "loss_scale"), is_move)
         self._apply_clip(action, step, median_norm, _joined(why, reasons, "clip"), is_move)
         if action.batch_size is not None:
             self.batch_size.request(action.batch_size, step, _joined(why, reasons, "batch_size"), is_move)
@@ -383,7 +384,7 @@ class Knobs:
             action.precision or {}, self.unit_formats, self.guard, applied_steps, mask, self.restrictions
         )
 
-    def _apply_loss_scale(self, action: Action, step: int, why: str) -> None:
+    def _apply_loss_scale(self, action: Action, step: int, why: str, is_move: bool) -> None:
         if action.loss_scale is None:
             return
         before = self.loss_scale.scale
@@ -392,6 +393,7 @@ class Knobs:
             self._record(step, "loss_scale", None, before, action.loss_scale, before, "refused", reason)
             return
         applied, outcome, reason = self.loss_scale.request(action.loss_scale)
+        self.loss_scale.is_pinned |= not is_move and outcome != "refused"
         reason = why if outcome == "applied" else reason
         self._record(step, "loss_scale", None, before, action.loss_scale, applied, outcome, reason)
 

@@ -23,11 +23,15 @@ class LossScale:
         config: Where it starts and how it moves.
         enabled: Whether a loss scale is in use. If not, ``scale`` is 1.0 and ``update`` does nothing. May be set at
             any time. The scale is kept meanwhile.
+
+    Attributes:
+        is_pinned: Whether somebody has asked for a scale; policies that set one on their own leave it alone.
     """
 
     def __init__(self, config: LossScaleConfig | None = None, enabled: bool = True) -> None:
         self.config = config if config is not None else LossScaleConfig()
         self.enabled = enabled
+        self.is_pinned = False
         self.growth_tracker = 0
         self._scale = float(self.config.init_scale)
 
@@ -100,7 +104,12 @@ class LossScale:
             "growth_interval": self.config.growth_interval,
             "_growth_tracker": self.growth_tracker,
             "enabled": self.enabled,
+            "is_pinned": self.is_pinned,
         }
+
+    def scaler_state(self) -> dict[str, float | int | bool]:
+        """Returns what GradScaler itself would have saved."""
+        return {key: value for key, value in self.state_dict().items() if key not in ("enabled", "is_pinned")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a saved scale, also from GradScaler.
@@ -132,6 +141,7 @@ class LossScale:
         self._scale = float(min(max(scale, self.config.floor), self.config.cap))
         self.growth_tracker = int(state["_growth_tracker"])
         self.enabled = bool(state.get("enabled", True))
+        self.is_pinned = bool(state.get("is_pinned", False))
 
     def _limited(self, scale: float) -> float:
         # GradScaler keeps its scale in float32, so a factor that is no power of two rounds there

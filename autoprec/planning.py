@@ -38,6 +38,9 @@ class UnitErrors:
     Args:
         formats: Errors by format; empty if nothing could be measured.
         reasons: Format to the reason why it cannot be used.
+        relative: Largest error of the unit's tensors by format, relative to the centred tensor, 2 where one overflows.
+            Known even where there was no gradient and for formats that cannot be used.
+        gradient_amax: Largest absolute unscaled gradient of outputs and weights, NaN if there was none.
         update_share: Norm of the part of an optimizer step that is linear in the gradient, relative to that of the
             weights. 0 for a unit that is not trained.
         multiplications: Per forward, in all calls of the window.
@@ -46,6 +49,8 @@ class UnitErrors:
 
     formats: Mapping[str, FormatErrors] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
+    relative: Mapping[str, float] = field(default_factory=dict)
+    gradient_amax: float = math.nan
     update_share: float = 0.0
     multiplications: float = 0.0
     elements: float = 0.0

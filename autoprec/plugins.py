@@ -87,5 +87,4 @@ def sync_scaler(plugin: Precision, scale: LossScale) -> None:
     scaler: Any = getattr(plugin, "scaler", None)
     if scaler is None or not scaler.is_enabled() or not scale.enabled:
         return
-    state = {key: value for key, value in scale.state_dict().items() if key != "enabled"}
-    scaler.load_state_dict(state)
+    scaler.load_state_dict(scale.scaler_state())

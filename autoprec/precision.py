@@ -339,8 +339,7 @@ class AutoPrecision(WrappedPrecision):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leaves the loss scale where static AMP looks for it, so that it can go on from this checkpoint."""
         if self.steering is not None and getattr(self.base, "scaler", None) is not None:
-            state = self.steering.knobs.loss_scale.state_dict()
-            checkpoint["MixedPrecision"] = {key: value for key, value in state.items() if key != "enabled"}
+            checkpoint["MixedPrecision"] = self.steering.knobs.loss_scale.scaler_state()
 
 
 def is_in_batch(trainer: Any) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from autoprec.formats import rank
 
@@ -50,6 +51,10 @@ class UnitReading:
         cost_lower: Relative change of the step time if the unit takes the next lower legal format.
         cost_higher: The same for the next higher one.
         proposal: Moves from the current format to the one that a table of costs and errors proposes; positive: higher.
+        errors: Error by legal format, as far as it is known.
+        times: Time of a step that the unit takes in each legal format, in units of that in the current one, as measured
+            or else by a rule of thumb; formats that are not known to pay are left out.
+        passed_amax: Largest absolute unscaled gradient of weights and outputs when errors were last measured.
     """
 
     name: str
@@ -80,6 +85,9 @@ class UnitReading:
     cost_lower: float = math.nan
     cost_higher: float = math.nan
     proposal: float = math.nan
+    errors: Mapping[str, float] = field(default_factory=dict, hash=False)
+    times: Mapping[str, float] = field(default_factory=dict, hash=False)
+    passed_amax: float = math.nan
 
     @property
     def lower(self) -> str | None:
@@ -121,6 +129,9 @@ class GlobalReading:
         cost_lower: Relative change of the time per sample at half the batch size.
         cost_higher: The same at twice the batch size.
         proposal: Moves from the current batch size to the proposed one; positive: larger.
+        loss_scale_proposal: The same of the loss scale.
+        clip_proposal: The same of the clip threshold.
+        chosen: Which of ``"loss_scale"`` and ``"clip"`` hold what the user has chosen.
     """
 
     losses: tuple[float, ...] = ()
@@ -145,6 +156,9 @@ class GlobalReading:
     cost_lower: float = math.nan
     cost_higher: float = math.nan
     proposal: float = math.nan
+    loss_scale_proposal: float = math.nan
+    clip_proposal: float = math.nan
+    chosen: frozenset[str] = frozenset()
 
     @functools.cached_property
     def median_norm(self) -> float:

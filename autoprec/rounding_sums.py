@@ -11,6 +11,8 @@ from torch import Tensor
 
 from autoprec.what_if import Sample
 
+_NO_SIGNAL = 1e-12  # what is left of equal values is rounding in float32
+
 
 class FormatSums(NamedTuple):
     """What rounding to one format does, with values *x*, their gradients *g* and rounding errors *e*.
@@ -39,6 +41,8 @@ class WholeSums(NamedTuple):
         x2: Sum of squared values.
         spread: Sum of squared gradients times the mean squared value.
         step2: Sum of squares of what the gradients contribute to an optimizer step.
+        centred2: Sum of squared values after the mean of each tensor was taken off.
+        centred_g2: The same of the gradients.
     """
 
     g2x2: float = 0.0
@@ -46,6 +50,8 @@ class WholeSums(NamedTuple):
     x2: float = 0.0
     spread: float = 0.0
     step2: float = 0.0
+    centred2: float = 0.0
+    centred_g2: float = 0.0
 
 
 class RoundingSums:
@@ -90,14 +96,16 @@ class RoundingSums:
         ]
         step2 = zero if step is None else step.square().sum()
         rows.append(torch.stack([(g.square() * x2).sum(), g2, x2.sum(), g2 * x2.mean(), step2]))
+        centred = ((values - values.mean()).square().sum() for values in (x.values, g))
+        rows.append(torch.stack([*centred, zero, zero, zero]))
         self._parts.append(torch.stack(rows) * x.ratio)
         self.eps = max(self.eps, x.eps)
 
     def read(self) -> None:
         """Reads everything from the device; after it the sums are there."""
         if self._parts:
-            *rows, whole = torch.stack(self._parts).sum(dim=0).tolist()
-            self._formats, self._whole = [FormatSums(*row) for row in rows], WholeSums(*whole)
+            *rows, whole, centred = torch.stack(self._parts).sum(dim=0).tolist()
+            self._formats, self._whole = [FormatSums(*row) for row in rows], WholeSums(*whole, *centred[:2])
 
     def of(self, index: int) -> FormatSums:
         """Sums for a format; zeros if nothing was added."""
@@ -115,3 +123,20 @@ class RoundingSums:
     def gradient_error(self, index: int) -> float:
         """The same of the gradients."""
         return math.sqrt(self.of(index).lost / self._whole.g2) if self._whole.g2 else 0.0
+
+    @property
+    def mean_factor(self) -> float:
+        """By what errors relative to the values grow if they are taken relative to the centred values.
+
+        A large mean hides what a short mantissa does to the signal. 0 where all values are alike: there is none.
+        """
+        return _mean_factor(self._whole.x2, self._whole.centred2)
+
+    @property
+    def gradient_mean_factor(self) -> float:
+        """The same of the gradients."""
+        return _mean_factor(self._whole.g2, self._whole.centred_g2)
+
+
+def _mean_factor(square: float, centred: float) -> float:
+    return math.sqrt(square / centred) if centred > _NO_SIGNAL * square else 0.0

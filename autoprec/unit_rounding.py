@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from autoprec.formats import NumberFormat
 from autoprec.planning import FormatErrors, UnitErrors
 from autoprec.rounding_sums import RoundingSums
+from autoprec.table import OVERFLOW_ERROR
 from autoprec.what_if import Sample, expected_error, output_format, rounded
 
 # a format that loses more of a gradient trains another model
@@ -61,6 +63,7 @@ class UnitRounding:
         self._scale = scale
         self._multiplications = self._elements = 0.0
         self._amax: list[Tensor] = []
+        self._gradient_amax: list[Tensor] = []
         self._inputs, self._outputs = RoundingSums(), RoundingSums()
         self._weights, self._frozen = RoundingSums(), RoundingSums()
 
@@ -93,8 +96,9 @@ class UnitRounding:
             y: Of the output.
             gradient: Of its gradient, still multiplied by the loss scale; the same rows.
         """
-        g = gradient.values * self._inv_scale
-        lost = self._gradient_losses(g, gradient.amax * self._inv_scale)
+        g, amax = gradient.values * self._inv_scale, gradient.amax * self._inv_scale
+        self._gradient_amax.append(amax)
+        lost = self._gradient_losses(g, amax)
         self._outputs.add(y, _errors(y, self._output_formats), g, lost)
 
     def note_weight(self, weight: Sample, gradient: Sample, step: Tensor, is_matrix: bool) -> None:
@@ -107,6 +111,7 @@ class UnitRounding:
             is_matrix: Whether 8-bit formats round it to 8 bits; vectors they do not.
         """
         self._amax.append(weight.amax)
+        self._gradient_amax.append(gradient.amax)
         errors = _errors(weight, self._formats if is_matrix else self._output_formats)
         lost = self._gradient_losses(gradient.values, gradient.amax)
         self._weights.add(weight, errors, gradient.values, lost, step)
@@ -133,34 +138,39 @@ class UnitRounding:
     # ---- what follows ----
 
     def summary(self, samples: float) -> UnitErrors:
-        """Returns what the window has told; without any gradient nothing but the counts.
+        """Returns what the window has told; without any gradient counts and relative errors.
 
         Args:
             samples: Whose mean the loss is.
         """
-        counts = UnitErrors(multiplications=self._multiplications, elements=self._elements)
-        if not self._outputs and not self._weights:
-            return counts
         for sums in (self._inputs, self._outputs, self._weights, self._frozen):
             sums.read()
-        amax = float(torch.stack(self._amax).amax())
+        amax = _largest(self._amax)
+        known = [self._relative_error(index) for index in range(len(self._formats))]
+        counts = UnitErrors(
+            multiplications=self._multiplications,
+            elements=self._elements,
+            relative={
+                each.name: self._worst(index, relative, amax)
+                for index, (each, relative) in enumerate(zip(self._formats, known, strict=True))
+                if self._amax
+            },
+            gradient_amax=_largest(self._gradient_amax),
+        )
+        if not self._outputs and not self._weights:
+            return counts
         formats: dict[str, FormatErrors] = {}
         reasons: dict[str, str] = {}
         for index, each in enumerate(self._formats):
-            relative = self._relative[each.name] = self._relative_error(index)
+            relative = self._relative[each.name] = known[index]
             reason = self._why_not(each, amax, max(relative.gradient, self._weights.gradient_error(index)))
             if reason is None:
                 formats[each.name] = self._errors_of(index, relative, samples)
             else:
                 reasons[each.name] = reason
         weights = self._weights.whole
-        return UnitErrors(
-            formats=formats,
-            reasons=reasons,
-            update_share=math.sqrt(weights.step2 / weights.x2) if weights.x2 else 0.0,
-            multiplications=counts.multiplications,
-            elements=counts.elements,
-        )
+        share = math.sqrt(weights.step2 / weights.x2) if weights.x2 else 0.0
+        return replace(counts, formats=formats, reasons=reasons, update_share=share)
 
     def _relative_error(self, index: int) -> RelativeError:
         """What was measured where there were bits to lose, else what is known from earlier or from the format."""
@@ -177,6 +187,21 @@ class UnitRounding:
             gradient=g if eps < each.gradient_format.eps else max(g, known.gradient),
             weight=weights.relative_error(index),
         )
+
+    def _worst(self, index: int, relative: RelativeError, amax: float) -> float:
+        """The largest error of all tensors, each relative to itself without its mean."""
+        if not amax <= self._formats[index].amax_limit:
+            return OVERFLOW_ERROR
+        weights = self._weights or self._frozen
+        errors = (
+            relative.input * self._inputs.mean_factor,
+            relative.output * self._outputs.mean_factor,
+            relative.weight * weights.mean_factor,
+            relative.gradient * self._outputs.gradient_mean_factor,
+            self._weights.gradient_error(index),
+        )
+        is_known = all(map(math.isfinite, errors))
+        return min(max(errors), OVERFLOW_ERROR) if is_known else OVERFLOW_ERROR
 
     def _why_not(self, each: NumberFormat, amax: float, lost: float) -> str | None:
         if not amax * self._margin <= each.amax_limit:
@@ -201,6 +226,10 @@ class UnitRounding:
             own_gradient=math.hypot(relative.gradient, relative.input),
             passed_gradient=math.hypot(relative.gradient, relative.weight),
         )
+
+
+def _largest(amaxes: Sequence[Tensor]) -> float:
+    return float(torch.stack([*amaxes]).amax()) if amaxes else math.nan
 
 
 def _errors(x: Sample, formats: Sequence[NumberFormat]) -> list[Tensor]:

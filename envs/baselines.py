@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from autoprec.encoding import CLIP_MULTIPLIERS
 from autoprec.envs.engine import FORMATS
 from autoprec.envs.observing import GRADIENT_LIMIT, NEEDS_SCALE
-from autoprec.envs.proposals import TableSettings, propose_batch, propose_clip, propose_levels, propose_scale
 from autoprec.envs.proxies import BATCH_SIZES, Task
 from autoprec.envs.reward import is_diverged, score
 from autoprec.envs.simulation import Simulation
 from autoprec.envs.twins import Twin
+from autoprec.table import TableSettings, propose_batch, propose_clip, propose_levels, propose_scale
 
 Array = NDArray[Any]
 Choose = Callable[[Simulation], None]

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from autoprec.envs.baselines import Choose, Constant, RandomMoves, Scores, Switched, Table, play
 from autoprec.envs.engine import FORMATS
 from autoprec.envs.profiles import PROFILES
-from autoprec.envs.proposals import TableSettings
 from autoprec.envs.proxies import Task
 from autoprec.envs.simulation import Simulation
 from autoprec.envs.twins import Twin
+from autoprec.table import TableSettings
 
 Tasks = Sequence[tuple[Task, Twin]]
 

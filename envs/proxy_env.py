@@ -17,12 +17,12 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv, VecEnvIndices,
 
 from autoprec.encoding import CLIP_MULTIPLIERS, FEATURES, LIMIT
 from autoprec.envs.observing import GRADIENT_LIMIT, NEEDS_SCALE, memory_share, observe
-from autoprec.envs.proposals import TableSettings, propose_batch, propose_clip, propose_levels, propose_scale
 from autoprec.envs.proxies import BATCH_SIZES, Bank, Task
 from autoprec.envs.reward import RewardWeights, is_diverged, progress, reward, score
 from autoprec.envs.simulation import Simulation
 from autoprec.envs.twins import Twin, bank_twins
 from autoprec.feature_rows import places
+from autoprec.table import TableSettings, propose_batch, propose_clip, propose_levels, propose_scale
 
 Array = NDArray[Any]
 

@@ -24,6 +24,7 @@ from autoprec.config import (
     RuleConfig,
     recipe,
 )
+from autoprec.table import TableConfig, TableSettings
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,16 @@ from autoprec.config import (
         (AutoPrecisionConfig, "second_moment", "int8"),
         (AutoPrecisionConfig, "second_moment", None),
         (AutoPrecisionConfig, "second_moment_after", -1),
+        (TableSettings, "threshold", 0.0),
+        (TableSettings, "threshold", math.nan),
+        (TableSettings, "headroom_bits", -1.0),
+        (TableSettings, "clip", 2.0),
+        (TableSettings, "clip", None),
+        (TableSettings, "schedule", (0.5, 1.5)),
+        (TableSettings, "schedule", ("half",)),
+        (TableSettings, "probe_every", 0),
+        (TableSettings, "optimism", math.inf),
+        (TableConfig, "threshold", -0.1),
         (AutoPrecisionConfig, "formats", ()),
         (AutoPrecisionConfig, "formats", ("bf16", "bf16")),
     ],
@@ -101,7 +112,12 @@ def test_out_of_range(kind: type[Any], field: str, value: object) -> None:
         (AutoPrecisionConfig, "rule", None),
         (AutoPrecisionConfig, "batch", 8),
         (AutoPrecisionConfig, "rollback", True),
+        (AutoPrecisionConfig, "table", None),
         (RuleConfig, "probe_plateaus", 1),
+        (TableSettings, "batch", 0.5),
+        (TableSettings, "schedule", 0.5),
+        (TableSettings, "probe_every", True),
+        (TableSettings, "threshold", "0.1"),
         (RollbackConfig, "compress", 1),
     ],
 )
@@ -150,6 +166,7 @@ def test_extremes_that_are_legal() -> None:
     LossScaleConfig(init_scale=1, floor=2.0**-10)
     LossScaleConfig(init_scale=8.0, floor=8.0, cap=8.0)
     GuardConfig(hold=0, underflow_fraction=1.0)
+    AutoPrecisionConfig(table=TableSettings(schedule=[0.0, 1], clip=math.inf, optimism=0))  # type: ignore[arg-type]
     AutoPrecisionConfig(rule=RuleConfig(stable_cv=math.inf, headroom_bits=0.0), clamp_output=65504)
 
 
@@ -183,11 +200,15 @@ def test_jsonargparse_builds_it() -> None:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--config", type=AutoPrecisionConfig, default=AutoPrecisionConfig())
     arguments = ["--config.formats=[fp32,bf16]", "--config.clip.multiplier=.inf", "--config.guard.hold=5"]
+    arguments.append("--config.table.threshold=0.05")
     config = parser.instantiate(parser.parse_args(arguments)).config
     expected = AutoPrecisionConfig(
-        formats=("fp32", "bf16"), clip=ClipConfig(multiplier=math.inf), guard=GuardConfig(hold=5)
+        formats=("fp32", "bf16"),
+        clip=ClipConfig(multiplier=math.inf),
+        guard=GuardConfig(hold=5),
+        table=TableConfig(threshold=0.05),
     )
-    assert config == expected
+    assert config == expected, "the batch size stays the user's"
 
 
 def test_jsonargparse_reports_what_is_refused() -> None:

@@ -16,13 +16,13 @@ import pytest
 from autoprec.encoding import CLIP_MULTIPLIERS, FEATURES, GlobalReading, UnitReading, encode
 from autoprec.envs.baselines import Constant, RandomMoves, Table, play
 from autoprec.envs.engine import FORMATS
-from autoprec.envs.proposals import TableSettings, propose_levels, propose_scale
 from autoprec.envs.proxies import Bank, Distribution, Task, draw_task
 from autoprec.envs.reward import RewardWeights
 from autoprec.envs.simulation import Simulation
 from autoprec.envs.twins import Twin, run_twins
 from autoprec.feature_rows import INDEX
 from autoprec.readings import LAYER_KINDS
+from autoprec.table import propose_levels, propose_scale
 from autoprec.trends import Rows, drift_bits, finite, relative_change, spread, spread_around_drift
 from tests.kernels import needs_cpu_kernels
 
@@ -324,8 +324,6 @@ def test_the_loss_scale_leaves_headroom() -> None:
 def test_bad_arguments_are_named(tasks: list[tuple[Task, Twin]], options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         ProxyVecEnv(tasks, **options)
-    with pytest.raises(ValueError, match="Clips are"):
-        TableSettings(clip=2.0)
 
 
 def test_bad_actions_and_use_after_close_are_named(env: ProxyVecEnv) -> None:

@@ -38,6 +38,8 @@ PUBLIC = [
     "RuleConfig",
     "RuleController",
     "ScriptedController",
+    "TableConfig",
+    "TableSettings",
     "__version__",
     "get_format",
     "load_map",

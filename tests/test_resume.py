@@ -294,6 +294,8 @@ NOT_SAVED = {
     "had_autocast": "noted when a step begins",
     "_step_s": "times of steps are of one process",
     "_last_s": "the same",
+    "_size": "the same",
+    "_size_ms": "the same",
     "_cache": "read anew",
 }
 
