@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from autoprec.callback import AutoPrecisionCallback
 from autoprec.config import AutoPrecisionConfig
-from autoprec.controller import Controller, Moves
+from autoprec.controller import ScriptedController
 from autoprec.encoding import Observation
 from autoprec.envs.heldout import HeldOut
 from autoprec.envs.paused_thread import Turns
@@ -30,6 +30,7 @@ from autoprec.envs.step_cost import StepCost
 from autoprec.envs.training_setup import SetupSource, endless_arguments, fp32_arguments, trainer_arguments
 from autoprec.guard import DivergedTrainingError, NonFiniteTrainingError
 from autoprec.knobs import KNOBS, steered_units
+from autoprec.moved_table import Mode, MovedTableController
 from autoprec.summary import mean_bits
 from autoprec.target_functions import fit_arguments
 
@@ -45,6 +46,7 @@ class EpisodeSettings:
         knobs: What may be moved.
         config: The callback's settings.
         cost: Time of a batch; ``None`` for the clock's.
+        mode: What moves are relative to.
     """
 
     interval: int = 50
@@ -52,6 +54,7 @@ class EpisodeSettings:
     knobs: Sequence[str] = KNOBS
     config: AutoPrecisionConfig = field(default_factory=AutoPrecisionConfig)
     cost: StepCost | None = None
+    mode: Mode = "offset"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,7 @@ class Report:
 
     Attributes:
         observation: ``[rows, features]``, ``None`` before the first decision.
+        masks: ``[rows, 3]``: which moves lead somewhere; ``None`` where no move is asked for.
         loss: Held-out loss; where there is none, the mean of the training losses since the report before.
         first_loss: Loss before training, as above; NaN before it was measured.
         time: Time charged since the beginning.
@@ -72,6 +76,7 @@ class Report:
     loss: float
     time: float
     first_loss: float = math.nan
+    masks: NDArray[np.bool_] | None = None
     memory: float = 1.0
     facts: dict[str, Any] = field(default_factory=dict)
     ending: str | None = None
@@ -123,25 +128,27 @@ class Clock:
         self._spent += float(time)
 
 
-class EpisodeController(Controller):
+class EpisodeController(MovedTableController):
     """Hands observations out and moves in.
 
     Args:
         callback: Whose run it decides for.
+        settings: How it is trained.
     """
 
     name = "environment"
 
-    def __init__(self, callback: EpisodeCallback) -> None:
+    def __init__(self, callback: EpisodeCallback, settings: EpisodeSettings) -> None:
+        super().__init__(settings.config, settings.mode)
         self._callback = callback
 
-    def decide(self, observation: Observation) -> Moves:
+    def moves_for(self, observation: Observation) -> NDArray[np.int64]:
         """Waits for the environment's moves.
 
         Args:
             observation: ``[rows, features]``.
         """
-        return self._callback.ask(observation)
+        return self._callback.ask(observation, self.masks(observation))
 
 
 class EpisodeCallback(AutoPrecisionCallback):
@@ -179,7 +186,8 @@ class EpisodeCallback(AutoPrecisionCallback):
         self.first_loss = self._loss = math.nan
         self.report = Report(observation=None, loss=math.nan, time=0.0)
         knobs = () if role == "twin" else settings.knobs
-        super().__init__(EpisodeController(self), knobs, settings.interval, settings.config, verbose=False)
+        controller = ScriptedController() if role == "twin" else EpisodeController(self, settings)
+        super().__init__(controller, knobs, settings.interval, settings.config, verbose=False)
 
     # ---- hooks ----
 
@@ -234,15 +242,14 @@ class EpisodeCallback(AutoPrecisionCallback):
 
     # ---- decisions ----
 
-    def ask(self, observation: Observation) -> NDArray[np.int64]:
+    def ask(self, observation: Observation, masks: NDArray[np.bool_]) -> NDArray[np.int64]:
         """Returns the environment's moves.
 
         Args:
             observation: ``[rows, features]``.
+            masks: ``[rows, 3]``: which moves lead somewhere.
         """
-        if self.role == "twin":
-            return np.zeros(len(observation), dtype=np.int64)
-        self.report = self._reported(observation.copy(), None)
+        self.report = replace(self._reported(observation.copy(), None), masks=masks)
         moves: NDArray[np.int64] = self._turns.pause(self.report)
         return moves
 
@@ -260,6 +267,7 @@ class EpisodeCallback(AutoPrecisionCallback):
         else:
             self._measure(trainer)
         super()._decide(trainer)
+        self._fit.costs.clock.note_pause()  # what happened meanwhile belongs to no step
         self._clock.start(trainer.strategy.root_device)
 
     def _progress(self, trainer: pl.Trainer) -> float:

@@ -25,8 +25,9 @@ from autoprec.envs.paused_thread import PausedThread
 from autoprec.envs.reward import LEAST_PROGRESS, SCORE_RANGE, RewardWeights, is_diverged, progress, reward, score
 from autoprec.envs.step_cost import StepCost
 from autoprec.envs.training_setup import SetupSource, Source
-from autoprec.feature_rows import INDEX, RUN_KNOBS
+from autoprec.feature_rows import RUN_KNOBS
 from autoprec.knobs import KNOBS
+from autoprec.moved_table import MODES, Mode
 
 Array = NDArray[Any]
 
@@ -76,8 +77,8 @@ class TrainingEnv(gymnasium.Env[Array, Array]):
 
     ## Action space
 
-    ``MultiDiscrete([3] * rows)``: 0 lowers the knob of a row, 1 keeps it, 2 raises it. ``action_masks`` says which of
-    them lead somewhere.
+    ``MultiDiscrete([3] * rows)``: 0 lowers the knob of a row, 1 keeps it, 2 raises it, from what the table proposes or
+    from where it is (``mode``). ``action_masks`` says which of them lead somewhere.
 
     ## Reward
 
@@ -97,6 +98,8 @@ class TrainingEnv(gymnasium.Env[Array, Array]):
         interval: Applied optimizer steps between decisions.
         budget: Optimizer steps of the twin. An episode trains as long as the twin's time for them lasts, whatever the
             Trainer's arguments say. ``None``: as long as these say, in whatever time.
+        mode: ``"offset"``: actions are relative to what the table proposes, as those of the learned policy are in a
+            live run; ``"ladder"``: to where knobs are.
         knobs: What may be moved.
         config: Settings of the callback.
         cost: Time of a batch from formats and batch size; ``None`` to go by the clock.
@@ -119,6 +122,7 @@ class TrainingEnv(gymnasium.Env[Array, Array]):
         *,
         interval: int = 50,
         budget: int | None = None,
+        mode: Mode = "offset",
         knobs: Sequence[str] = KNOBS,
         config: AutoPrecisionConfig | None = None,
         cost: StepCost | None = None,
@@ -129,9 +133,16 @@ class TrainingEnv(gymnasium.Env[Array, Array]):
     ) -> None:
         if budget is not None and budget < 1:
             raise ValueError(f"Passed `TrainingEnv(budget={budget!r})`. It must be a number of optimizer steps >= 1.")
+        if mode not in MODES:
+            raise ValueError(f"Passed `TrainingEnv(mode={mode!r})`. Modes are {MODES}.")
         self.weights, self.render_mode = weights or RewardWeights(), render_mode
         settings = EpisodeSettings(
-            interval=interval, budget=budget, knobs=tuple(knobs), config=config or AutoPrecisionConfig(), cost=cost
+            interval=interval,
+            budget=budget,
+            mode=mode,
+            knobs=tuple(knobs),
+            config=config or AutoPrecisionConfig(),
+            cost=cost,
         )
         source = SetupSource(make)
         self._course = Course(source, HeldOut(source, metric), settings)
@@ -213,12 +224,9 @@ class TrainingEnv(gymnasium.Env[Array, Array]):
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Returns ``[rows * 3]``: which actions lead somewhere; ``sb3_contrib`` asks for it."""
-        if self._report is None or self._report.observation is None:
+        if self._report is None or self._report.masks is None:
             raise ResetNeeded("No episode is under way. Call `reset` first.")
-        rows = self._report.observation
-        keep = np.ones(len(rows), dtype=bool)
-        low, high = rows[:, INDEX["can_lower"]] > 0, rows[:, INDEX["can_raise"]] > 0
-        return np.stack([low, keep, high], axis=1).reshape(-1)
+        return self._report.masks.reshape(-1).copy()
 
     @property
     def twin(self) -> TrainingTwin:

@@ -80,6 +80,7 @@ def main(words: list[str] | None = None) -> None:
         "autoprec/Training-v0",
         make=make,
         interval=8,
+        mode="ladder",  # actions move knobs from where they are; "offset": from what the table proposes
         cost=FormatCost(),
         config=AutoPrecisionConfig(formats=("fp32", "bf16", "fp16")),
         max_episode_steps=50,  # a limit that these short trainings do not meet

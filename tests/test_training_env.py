@@ -17,9 +17,10 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
-from autoprec import AutoPrecisionCallback, ScriptedController
+from autoprec import AutoPrecisionCallback
 from autoprec.encoding import FEATURES, LIMIT
 from autoprec.feature_rows import INDEX, RUN_KNOBS
+from autoprec.moved_table import MODES, MovedTableController
 from autoprec.target_functions import TargetError
 from tests.small_fits import QUIET, Full, Plain, differences, loader, quiet, rows
 
@@ -32,17 +33,16 @@ from tests.test_docs import blocks
 from tests.training_envs import SETTINGS, Maker, make_env, nothing_left, play, random_moves
 
 
-class Recorder(ScriptedController):
-    """Moves as it is told and keeps what it sees."""
+class Recorder(MovedTableController):
+    """Moves as it is told and keeps what it sees, in a live run."""
 
-    looks = True
+    def __init__(self, moves: Any, mode: Any) -> None:
+        super().__init__(SETTINGS["config"], mode)
+        self.moves, self.seen, self.seen_masks = moves, list[Any](), list[Any]()
 
-    def __init__(self, moves: Any) -> None:
-        super().__init__()
-        self.moves, self.seen = moves, list[Any]()
-
-    def decide(self, observation: Any) -> Any:
+    def moves_for(self, observation: Any) -> Any:
         self.seen.append(observation.copy())
+        self.seen_masks.append(self.masks(observation))
         return self.moves(len(self.seen) - 1) - 1
 
 
@@ -72,9 +72,10 @@ def test_random_steps_stay_in_the_spaces() -> None:
     env.close()
 
 
-def test_same_seed_and_same_actions_are_the_same_bits() -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_same_seed_and_same_actions_are_the_same_bits(mode: str) -> None:
     make = Maker()
-    env, other = make_env(make), make_env(Maker())
+    env, other = make_env(make, mode=mode), make_env(Maker(), mode=mode)
     moves = random_moves(env)
     first = play(env, moves, 3)
     losses = make.modules[-1].losses
@@ -89,22 +90,44 @@ def test_same_seed_and_same_actions_are_the_same_bits() -> None:
     other.close()
 
 
-def test_a_policy_sees_what_the_live_callback_sees() -> None:
-    make = Maker()
-    env = make_env(make)
-    moves = random_moves(env, 2)
-    observations, _, info = play(env, moves, 5)
-    losses = make.modules[-1].losses
-    recorder = Recorder(moves)
-    callback = AutoPrecisionCallback(recorder, interval=4, config=SETTINGS["config"], verbose=False)
+def fit_live(policy: Any, seed: int) -> tuple[AutoPrecisionCallback, list[float]]:
+    """Trains what environments train, in a plain fit."""
+    callback = AutoPrecisionCallback(policy, interval=4, config=SETTINGS["config"], verbose=False)
     with isolated():
-        seed_everything(info["seed"], workers=True, verbose=False)
-        module, (train, held_out), options = make()
+        seed_everything(seed, workers=True, verbose=False)
+        module, (train, held_out), options = Maker()()
         quiet(**options, callbacks=[callback]).fit(module, train, held_out)
+    return callback, module.losses
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_policy_sees_what_it_sees_in_a_live_run(mode: str) -> None:
+    make, masks = Maker(), list[Any]()
+    env = make_env(make, mode=mode)
+    moves = random_moves(env, 2)
+
+    def noted(step: int) -> Any:
+        masks.append(env.action_masks().reshape(env.rows, 3))
+        return moves(step)
+
+    observations, _, info = play(env, noted, 5)
+    recorder = Recorder(moves, mode)
+    callback, losses = fit_live(recorder, info["seed"])
     live = [seen.reshape(-1) for seen in recorder.seen]
     assert len(live) > 3
     assert not differences(observations[: len(live)], live)
-    assert module.losses == losses
+    assert not differences(masks, recorder.seen_masks)
+    assert make.modules[-1].losses == losses
+    assert callback.precision_map() == info["precision_map"]
+    env.close()
+
+
+def test_an_agent_that_keeps_everything_is_the_table() -> None:
+    make = Maker()
+    env = make_env(make, mode="offset")
+    _, _, info = play(env)
+    callback, losses = fit_live("table", info["seed"])
+    assert make.modules[-1].losses == losses
     assert callback.precision_map() == info["precision_map"]
     env.close()
 
@@ -275,9 +298,10 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
         ("script.py", {}, TargetError, "pass `package.module:function`"),
         (lambda: Full(), {}, TargetError, "It must return (LightningModule, data, Trainer arguments)"),
         (Maker(), {"budget": 0}, ValueError, "optimizer steps >= 1"),
+        (Maker(), {"mode": "absolute"}, ValueError, "Modes are ('offset', 'ladder')"),
         (Maker(), {"interval": 0}, ValueError, "`interval` must be an int >= 1"),
     ],
-    ids=["kind", "script", "result", "budget", "interval"],
+    ids=["kind", "script", "result", "budget", "mode", "interval"],
 )
 def test_bad_arguments_are_named(make: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with nothing_left(), pytest.raises(error, match=re.escape(message)):

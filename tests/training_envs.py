@@ -19,6 +19,7 @@ from tests.small_fits import QUIET, Full, Plain, differences, loader
 
 SETTINGS: dict[str, Any] = {
     "interval": 4,
+    "mode": "ladder",
     "config": AutoPrecisionConfig(formats=("fp32", "bf16", "fp16")),
     "cost": FormatCost(),
 }
