@@ -27,7 +27,7 @@ from tests.training_envs import nothing_left
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    with nothing_left():
+    with nothing_left(draws=True):
         yield
 
 

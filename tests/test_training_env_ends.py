@@ -27,7 +27,7 @@ from tests.training_envs import SETTINGS, Maker, make_env, nothing_left, play
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    with nothing_left():
+    with nothing_left(draws=True):
         yield
 
 

@@ -84,7 +84,7 @@ def test_episodes_end_as_stable_baselines_expects(limit: int | None) -> None:
 
 @pytest.mark.filterwarnings("ignore:You have specified a mini-batch size")
 def test_the_same_ppo_goes_on_learning() -> None:
-    with nothing_left():
+    with nothing_left(draws=True):
         rows = TrainingRows([make_env(Maker(max_epochs=2), interval=2)])
         model = PPO("MlpPolicy", rows, n_steps=4, batch_size=rows.num_envs * 2, n_epochs=1, device="cpu", seed=1)
         before = {name: value.clone() for name, value in model.policy.state_dict().items()}
