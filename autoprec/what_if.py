@@ -64,7 +64,8 @@ def take_sample(x: Tensor) -> Sample:
         x: Any shape, at least one element, floating point.
     """
     values = take_rows(x)
-    amax = torch.stack(torch.aminmax(x.detach())).abs().amax().float()
+    # autocast to fp16, which a layer's hook may run under, refuses to stack bf16
+    amax = torch.stack([bound.float() for bound in torch.aminmax(x.detach())]).abs().amax()
     return Sample(values, x.numel() / values.numel(), amax, torch.finfo(x.dtype).eps)
 
 

@@ -10,12 +10,10 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from lightning.pytorch.callbacks import Timer
 from numpy.typing import NDArray
 
@@ -26,7 +24,7 @@ from autoprec.encoding import Observation
 from autoprec.envs.heldout import HeldOut
 from autoprec.envs.paused_thread import Turns
 from autoprec.envs.process_state import quieten
-from autoprec.envs.step_cost import StepCost
+from autoprec.envs.step_cost import Clock, StepCost
 from autoprec.envs.training_setup import SetupSource, endless_arguments, fp32_arguments, trainer_arguments
 from autoprec.guard import DivergedTrainingError, NonFiniteTrainingError
 from autoprec.knobs import KNOBS, steered_units
@@ -82,52 +80,6 @@ class Report:
     ending: str | None = None
 
 
-class Clock:
-    """Adds up the time that training takes.
-
-    Args:
-        is_real: Whether time passes by itself while it runs; else it is charged.
-    """
-
-    def __init__(self, is_real: bool) -> None:
-        self._is_real, self._spent, self._since, self._device = is_real, 0.0, math.nan, torch.device("cpu")
-
-    @property
-    def time(self) -> float:
-        """Time so far."""
-        return self._spent + (perf_counter() - self._since if self.is_running else 0.0)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether time passes."""
-        return not math.isnan(self._since)
-
-    def start(self, device: torch.device) -> None:
-        """Lets time pass.
-
-        Args:
-            device: Where work may be under way.
-        """
-        self._device = device
-        if self._is_real:
-            self._since = perf_counter()
-
-    def stop(self) -> None:
-        """Stands still from here on, once the device has done what it was given."""
-        if self.is_running:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            self._spent, self._since = self.time, math.nan
-
-    def charge(self, time: float) -> None:
-        """Adds time.
-
-        Args:
-            time: How much.
-        """
-        self._spent += float(time)
-
-
 class EpisodeController(MovedTableController):
     """Hands observations out and moves in.
 
@@ -175,7 +127,7 @@ class EpisodeCallback(AutoPrecisionCallback):
         turns: Turns,
         held_out: HeldOut,
         budget: float | None = None,
-        check_units: Callable[[Sequence[str]], object] = len,
+        check_units: Callable[[Sequence[str]], None] | None = None,
     ) -> None:
         self.role, self._check_units = role, check_units
         self._turns, self._held_out, self._budget, self._cost = turns, held_out, budget, settings.cost
@@ -195,7 +147,8 @@ class EpisodeCallback(AutoPrecisionCallback):
         """Tells which units there are."""
         super().on_fit_start(trainer, pl_module)
         names = tuple(unit.name for unit in steered_units(self._fit.knobs))
-        self._check_units(names)
+        if self._check_units is not None:
+            self._check_units(names)
         if self.role == "probe":
             self._turns.pause(names)
 

@@ -1,9 +1,13 @@
-"""What a batch costs where no clock is to be read: in runs that must repeat, or for a device that is not here."""
+"""What time a training takes: the clock's, or, in runs that must repeat or for a device that is not here, a cost."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
 
 StepCost = Callable[[Mapping[str, str], int], float]
 """Returns the time of one training batch, in any unit, from the format of each unit by name and the batch size."""
@@ -48,3 +52,49 @@ class FormatCost:
             raise ValueError(f"`FormatCost` has no relative time of {sorted(unknown)}. Pass it in `relative`.")
         times = [self.relative[name] for name in formats.values()]
         return self.fixed + max(batch_size, 1) * (sum(times) / len(times) if times else 1.0)
+
+
+class Clock:
+    """Adds up the time that training takes.
+
+    Args:
+        is_real: Whether time passes by itself while it runs; else it is charged.
+    """
+
+    def __init__(self, is_real: bool) -> None:
+        self._is_real, self._spent, self._since, self._device = is_real, 0.0, math.nan, torch.device("cpu")
+
+    @property
+    def time(self) -> float:
+        """Time so far."""
+        return self._spent + (perf_counter() - self._since if self.is_running else 0.0)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether time passes."""
+        return not math.isnan(self._since)
+
+    def start(self, device: torch.device) -> None:
+        """Lets time pass.
+
+        Args:
+            device: Where work may be under way.
+        """
+        self._device = device
+        if self._is_real:
+            self._since = perf_counter()
+
+    def stop(self) -> None:
+        """Stands still from here on, once the device has done what it was given."""
+        if self.is_running:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._spent, self._since = self.time, math.nan
+
+    def charge(self, time: float) -> None:
+        """Adds time.
+
+        Args:
+            time: How much.
+        """
+        self._spent += float(time)

@@ -17,6 +17,7 @@ from autoprec.encoding import FEATURES
 from autoprec.envs.engine import FORMATS
 from autoprec.envs.profiles import Range
 from autoprec.envs.proxies import Bank, Distribution, Task
+from autoprec.envs.step_cost import FormatCost
 from autoprec.envs.twins import Twin, run_twins
 from tests.kernels import needs_cpu_kernels
 from tests.small_fits import Full, Plain
@@ -77,7 +78,7 @@ def test_e05_returns_of_four_agents_in_a_training(kind: type[Plain], budget: int
     config = AutoPrecisionConfig(
         formats=("fp32", "bf16", "fp16"), loss_scale=SKIPS_ALL, guard=GuardConfig(max_consecutive_skips=10_000)
     )
-    env = make_env(Maker(kind, precision="bf16-mixed"), config=config, budget=budget)
+    env = make_env(Maker(kind, precision="bf16-mixed"), config=config, budget=budget, cost=FormatCost(fixed=0.0))
     returns, infos = {}, {}
     for name, first in {"bf16": KEEP, "fp32": RAISE_ALL, "diverge": LOWER_FIRST, "skip": LOWER_LAST}.items():
         _, rewards, infos[name] = play(env, lambda step, first=first: np.array(KEEP if step else first))

@@ -8,11 +8,10 @@ from __future__ import annotations
 import gc
 import os
 import random
-import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 
 from autoprec.envs import paused_thread
 from autoprec.envs.paused_thread import PausedThread, StoppedThreadError, Turns
-from tests.training_envs import nothing_left
+from tests.training_envs import ctrl_c, nothing_left
 
 
 @pytest.fixture(autouse=True)
@@ -150,22 +149,23 @@ def test_it_ends_when_nobody_refers_to_it() -> None:
 def test_ctrl_c_ends_the_wait_and_the_thread(does_check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that never checks is ended as Ctrl-C would end it."""
     monkeypatch.setattr(paused_thread, "_GRACE_S", 5.0 if does_check else 0.05)
-    main = threading.main_thread().ident
-    assert main is not None
 
-    def body(turns: Turns) -> None:
+    def body(turns: Turns, press: Callable[[], None]) -> None:
         torch.rand(3)
-        signal.pthread_kill(main, signal.SIGINT)
+        press()
         while True:
             time.sleep(0.001)
             torch.rand(3)
             if does_check:
                 turns.check()
 
-    thread: PausedThread[None] = PausedThread(body, "waiting")
-    with pytest.raises(KeyboardInterrupt):
-        thread.resume()
+    with ctrl_c() as press:
+        thread: PausedThread[None] = PausedThread(partial(body, press=press), "waiting")
+        before = torch.get_rng_state()
+        with pytest.raises(KeyboardInterrupt):
+            thread.resume()
     assert thread.is_over
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_one_that_was_never_started_has_nothing_to_end() -> None:

@@ -6,7 +6,6 @@ Time budget: 20 s.
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 import traceback
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ import gymnasium
 
 from autoprec.envs.training_env import TrainingEnv
 from tests.small_fits import QUIET, Full, loader
-from tests.training_envs import SETTINGS, Maker, make_env, nothing_left, play
+from tests.training_envs import SETTINGS, Maker, ctrl_c, make_env, nothing_left, play
 
 
 @pytest.fixture(autouse=True)
@@ -121,18 +120,15 @@ def test_an_environment_that_is_dropped() -> None:
 
 @pytest.mark.parametrize("when", ["twin", "episode"])
 def test_ctrl_c_while_waiting(when: str) -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-
     class Interrupting(Full):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if len(self.losses) == 12:
-                signal.pthread_kill(main, signal.SIGINT)
+                press()
             return super().training_step(batch, batch_idx)
 
     known = twin() if when == "episode" else None
     env = make_env(Maker(Interrupting), twin=known)
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c() as press, pytest.raises(KeyboardInterrupt):
         play(env)
     with pytest.raises(gymnasium.error.ResetNeeded):
         env.step(keep(env))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +67,18 @@ def random_moves(env: Any, seed: int = 0) -> Any:
     rng = np.random.default_rng(seed)
     drawn = rng.integers(0, 3, (64, env.unwrapped.rows))
     return lambda step: drawn[step]
+
+
+@contextmanager
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Hands out what presses Ctrl-C from another thread, also where SIGINT is ignored, as in workers of pytest."""
+    main = threading.main_thread().ident
+    assert main is not None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield lambda: signal.pthread_kill(main, signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
