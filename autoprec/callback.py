@@ -52,8 +52,9 @@ class AutoPrecisionCallback(Callback):
     Trainer are the same afterwards as before.
 
     Args:
-        policy: Who decides. ``"rule"``, ``"table"``, ``"shape"``, ``"fisher"``, ``"snip"``, ``"fixed:<format>"``, the
-            path of a map written by :meth:`save_map`, or a :class:`~autoprec.controller.Controller`.
+        policy: Who decides. ``"rule"``, ``"table"``, ``"pretrained"``, ``"shape"``, ``"fisher"``, ``"snip"``,
+            ``"fixed:<format>"``, the folder of a learned policy, the path of a map written by :meth:`save_map`, or a
+            :class:`~autoprec.controller.Controller`.
         knobs: What may be moved, out of ``"precision"``, ``"loss_scale"``, ``"batch_size"`` and ``"clip"``. With none
             the callback only observes, counts and guards, and training is bit-identical to training without it. With
             ``"clip"`` the threshold follows the running median of the gradient norm unless the Trainer has one.

@@ -255,6 +255,7 @@ class MapController(Controller):
 
 
 _BY_NAME = {
+    "pretrained": "autoprec.policies.pretrained_policy:pretrained_policy",
     "rule": "autoprec.rule:RuleController",
     "table": "autoprec.table_policy:TableController",
     "shape": "autoprec.policies.analytic:shape_policy",
@@ -264,27 +265,29 @@ _BY_NAME = {
 """Policies by name, each with the place of a callable that takes the settings, as an entry point has it. They build on
 this module, so it knows them by name only and imports them on use."""
 
+_LEARNED = "autoprec.policies.pretrained_policy:PretrainedController"
+
 
 def resolve_policy(policy: str | Path | Controller, config: AutoPrecisionConfig | None = None) -> Controller:
     """Returns the controller that ``policy`` names.
 
     Args:
-        policy: ``"rule"``, ``"table"``, ``"shape"``, ``"fisher"``, ``"snip"``, ``"fixed:<format>"``, the path of a
-            file written by ``save_map``, or a controller.
-        config: Settings for a policy made by name.
+        policy: ``"rule"``, ``"table"``, ``"pretrained"``, ``"shape"``, ``"fisher"``, ``"snip"``, ``"fixed:<format>"``,
+            the folder of a learned policy, the path of a file written by ``save_map``, or a controller.
+        config: Settings for a policy made by name or from a folder.
 
     Raises:
-        FileNotFoundError: If the path of a map has no file.
+        FileNotFoundError: If the path of a map has no file, a folder lacks the files of a policy, or none is shipped.
         ModuleNotFoundError: If a policy needs an extra that is not installed.
         TypeError: If ``policy`` is something else.
-        ValueError: If there is no such policy, or the file is not a map.
+        ValueError: If there is no such policy, the file is not a map, or the policy in a folder cannot be used.
     """
     if isinstance(policy, Controller):
         return policy
     if not isinstance(policy, (str, Path)):
         raise TypeError(
             f"Passed `policy={policy!r}` with type `{type(policy).__qualname__}`."
-            " `policy` must be a policy's name, the path of a map or a Controller."
+            " `policy` must be a policy's name, the folder of a policy, the path of a map or a Controller."
         )
     if isinstance(policy, str) and policy in _BY_NAME:
         controller: Controller = pkgutil.resolve_name(_BY_NAME[policy])(config)
@@ -293,9 +296,13 @@ def resolve_policy(policy: str | Path | Controller, config: AutoPrecisionConfig 
         return FixedController(policy.removeprefix("fixed:"))
     if Path(policy).suffix in (".yaml", ".yml") or Path(policy).is_file():
         return MapController(policy)
+    if Path(policy).is_dir() or isinstance(policy, Path) or len(Path(policy).parts) > 1:
+        learned: Controller = pkgutil.resolve_name(_LEARNED)(policy, config)
+        return learned
     known = [*_BY_NAME, *_fixed_names()]
     raise ValueError(
-        f"Passed `policy={str(policy)!r}`. Known policies: {sorted(known)}, the path of a map file, or a Controller."
+        f"Passed `policy={str(policy)!r}`. Known policies: {sorted(known)}, the folder of a policy, the path of a"
+        " map file, or a Controller."
         f"{nearest(str(policy), known)}"
     )
 

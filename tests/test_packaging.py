@@ -20,6 +20,9 @@ import torch
 
 import autoprec.envs
 import autoprec.policies
+from autoprec.policies.policy_file import CARD_FILE, WEIGHTS_FILE
+from autoprec.policies.pretrained_policy import SHIPPED
+from tests.policy_networks import saved
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("autoprec", "envs", "policies")
@@ -37,19 +40,28 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 callback = AutoPrecisionCallback()
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 Trainer(accelerator="cpu", max_steps=4, limit_val_batches=0, callbacks=[callback], **quiet).fit(BoringModel())
+learned = AutoPrecisionCallback("pretrained", verbose=False)
 modules = [autoprec, autoprec.envs, autoprec.policies]
 print(json.dumps({"files": [m.__file__ for m in modules], "applied": callback.applied_steps,
-                  "cpu": implementations()["cpu"].detail, "families": len(database.load().families)}))
+                  "cpu": implementations()["cpu"].detail, "families": len(database.load().families),
+                  "policy": learned.controller.name}))
 """
 
 
 def copy_of_checkout(folder: Path) -> Path:
-    """Copies what a build needs, so that it finds no leftovers and leaves none."""
+    """Copies what a build needs, so that it finds no leftovers and leaves none.
+
+    There is a learned policy in each copy: one that nobody has trained, until one is shipped.
+    """
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
+    if not SHIPPED.is_dir():
+        saved(folder / "policies" / "pretrained")
+        (folder / "policies" / "pretrained" / "MODEL_CARD.md").write_text("Nobody has trained it.\n")
+        saved(folder / "policies" / "pretrained" / "seeds" / "1")
     return folder
 
 
@@ -79,7 +91,16 @@ def sources() -> set[str]:
     files = [
         path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.[pcht]*") if is_code(path)
     ]
-    return {str(path) if path.parts[0] == "autoprec" else f"autoprec/{path}" for path in files}
+    return {str(path) if path.parts[0] == "autoprec" else f"autoprec/{path}" for path in files} | shipped()
+
+
+def shipped() -> set[str]:
+    """The files of the learned policy, under their names in the wheel."""
+    files = {CARD_FILE, WEIGHTS_FILE, "MODEL_CARD.md", f"seeds/1/{CARD_FILE}", f"seeds/1/{WEIGHTS_FILE}"}
+    if SHIPPED.is_dir():
+        found = [path.relative_to(SHIPPED) for path in SHIPPED.rglob("*") if path.is_file()]
+        files = {str(path) for path in found if path.suffix in (".json", ".safetensors", ".md")}
+    return {f"autoprec/policies/pretrained/{name}" for name in files}
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +158,7 @@ def test_fit_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     assert result["applied"] == 4
     assert result["cpu"].startswith("C kernels")
     assert result["families"] == 13
+    assert result["policy"] == "pretrained"
     for file in result["files"]:
         assert packages in Path(file).parents
 

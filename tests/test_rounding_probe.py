@@ -324,6 +324,49 @@ def test_under_the_compiler_weights_alone_are_looked_at() -> None:
     assert weights.formats["bf16"].passed_gradient == pytest.approx(whole.passed_gradient, rel=0.5)
 
 
+# errors relative to the centred tensors
+
+
+def test_the_error_of_a_unit_is_the_largest_of_its_tensors_without_their_means() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 4, bias=False)
+    for mean in (0.0, 30.0, 300.0):
+        x = torch.randn(64, 8) + mean
+        (errors,) = probed(nn.Sequential(layer), [lambda x=x: layer(x).square().mean()], formats=TRIED).values()  # type: ignore[misc]
+        y = layer(x).detach()
+        (g,) = torch.autograd.grad(layer(x).square().mean(), layer.weight)
+        for name, inner in (("bf16", BF16), ("fp16", FP16)):
+            tensors = [x, y, layer.weight.detach()]
+            expected = max(
+                float((rounded(t, t.abs().amax(), inner) - t).norm() / (t - t.mean()).norm()) for t in tensors
+            )
+            assert errors.relative[name] == pytest.approx(expected, rel=0.05), (name, mean)
+        assert errors.relative["fp32"] == 0.0
+        assert errors.gradient_amax >= float(g.abs().amax())
+
+
+def test_the_error_is_two_where_a_tensor_does_not_fit_and_none_where_all_values_are_alike() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 4, bias=False)
+    x = torch.full((16, 8), 40.0)
+    (errors,) = probed(nn.Sequential(layer), [lambda: layer(x).sum() * 1e-3], formats=TRIED).values()
+    assert 0 < errors.relative["bf16"] < 0.01, "that of outputs and weights; the input has no signal to lose"
+    (errors,) = probed(nn.Sequential(layer), [lambda: layer(x * 2000).sum() * 1e-3], formats=TRIED).values()
+    assert errors.relative["fp16"] == 2.0
+    assert errors.relative["bf16"] < 0.01
+    (errors,) = probed(nn.Sequential(layer), [lambda: layer(x * math.inf).sum()], formats=TRIED).values()
+    assert set(errors.relative.values()) == {2.0}
+
+
+def test_without_a_gradient_the_tensors_of_the_forward_count() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 4).requires_grad_(False), nn.Linear(4, 4)), torch.randn(16, 8) + 50.0
+    errors = probed(net, [lambda: net(x).square().mean()], formats=("fp32", "bf16"))
+    assert errors["0"].formats == {}, "no plan rests on it"
+    assert errors["0"].relative["bf16"] > 0.05
+    assert math.isnan(errors["0"].gradient_amax)
+
+
 # what is known of a format that the layer already runs in
 
 
