@@ -17,15 +17,17 @@ import numpy as np
 from lightning.pytorch.callbacks import Timer
 from numpy.typing import NDArray
 
+from autoprec.action import Action
 from autoprec.callback import AutoPrecisionCallback
 from autoprec.config import AutoPrecisionConfig
-from autoprec.controller import ScriptedController
+from autoprec.controller import Moves, ScriptedController
 from autoprec.encoding import Observation
 from autoprec.envs.heldout import HeldOut
 from autoprec.envs.paused_thread import Turns
 from autoprec.envs.process_state import quieten
 from autoprec.envs.step_cost import Clock, StepCost
 from autoprec.envs.training_setup import SetupSource, endless_arguments, fp32_arguments, trainer_arguments
+from autoprec.feature_rows import INDEX
 from autoprec.guard import DivergedTrainingError, NonFiniteTrainingError
 from autoprec.knobs import KNOBS, steered_units
 from autoprec.moved_table import Mode, MovedTableController
@@ -100,7 +102,20 @@ class EpisodeController(MovedTableController):
         Args:
             observation: ``[rows, features]``.
         """
-        return self._callback.ask(observation, self.masks(observation))
+        if not self.is_ladder:
+            return self._callback.ask(observation, self.masks())
+        low, high = (observation[:, INDEX[name]] > 0 for name in ("can_lower", "can_raise"))
+        return self._callback.ask(observation, np.stack([low, np.ones_like(low), high], axis=1))
+
+    def decide(self, observation: Observation) -> Moves | Action | None:
+        """Returns the environment's moves, or what the moved proposal changes.
+
+        Args:
+            observation: ``[rows, features]``.
+        """
+        action = super().decide(observation)
+        # an agent on a ladder may try what is not known to pay
+        return self._moves if self.is_ladder else action
 
 
 class EpisodeCallback(AutoPrecisionCallback):

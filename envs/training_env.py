@@ -226,7 +226,8 @@ class TrainingEnv(gymnasium.Env[Array, Array]):
         """Returns ``[rows * 3]``: which actions lead somewhere; ``sb3_contrib`` asks for it."""
         if self._report is None or self._report.masks is None:
             raise ResetNeeded("No episode is under way. Call `reset` first.")
-        return self._report.masks.reshape(-1).copy()
+        masks: NDArray[np.bool_] = self._report.masks.reshape(-1).copy()
+        return masks
 
     @property
     def twin(self) -> TrainingTwin:
@@ -271,7 +272,8 @@ class TrainingEnv(gymnasium.Env[Array, Array]):
 
     def _observation(self, report: Report) -> Array:
         assert report.observation is not None
-        return report.observation.reshape(-1).copy()
+        flat: Array = report.observation.reshape(-1).copy()
+        return flat
 
     def _reward(self, before: Report, after: Report, has_diverged: bool) -> float:
         made = progress(np.array(before.loss), np.array(after.loss), np.array(self.twin.progress))

@@ -59,7 +59,7 @@ class Fragile(Plain):
         (callback,) = (each for each in self.trainer.callbacks if hasattr(each, "precision_map"))  # type: ignore[attr-defined]
         if callback.precision_map()["net.0"] == "fp16":
             with torch.no_grad():
-                self.net[2].weight.fill_(1e4)
+                self.net.get_parameter("2.weight").fill_(1e4)
         return super().training_step(batch, batch_idx)
 
 
@@ -182,7 +182,7 @@ def test_e05_a_time_limit_truncates_a_proxy_run(tasks: list[tuple[Task, Twin]]) 
         ProxyRunEnv(tasks, max_decisions=2),
     ):
         limited.reset(seed=0)
-        keep = np.ones(limited.unwrapped.rows, dtype=np.int64)  # type: ignore[attr-defined]
+        keep = np.ones(limited.get_wrapper_attr("rows"), dtype=np.int64)
         assert limited.step(keep)[2:4] == (False, False)
         assert limited.step(keep)[2:4] == (False, True)
         limited.close()

@@ -40,7 +40,7 @@ class Moved(MovedTableController):
         self.moves, self.seen_masks = np.array(moves), list[Any]()
 
     def moves_for(self, observation: Any) -> Any:
-        self.seen_masks.append(self.masks(observation))
+        self.seen_masks.append(self.masks())
         return self.moves
 
 
@@ -85,7 +85,7 @@ def test_masks_say_which_moves_lead_somewhere() -> None:
         [True, True, True],
     ]
     assert ladder.seen_masks[0][:2].tolist() == [[True, True, False], [False, True, False]]  # from fp32
-    assert ladder.seen_masks[0][3].tolist() == [True, True, True]
+    assert ladder.seen_masks[0][3:].tolist() == [[False, True, False], [True, True, False]]  # the clip is off
 
 
 def test_what_the_user_has_chosen_is_not_moved() -> None:
@@ -96,10 +96,13 @@ def test_what_the_user_has_chosen_is_not_moved() -> None:
     assert controller.seen_masks[0][[2, 4]].tolist() == [[False, True, False]] * 2
 
 
-def test_on_a_ladder_moves_are_handed_on() -> None:
-    moves = [-1, 0, 1, 0, -1]
-    assert decided(Moved(moves, "ladder")).tolist() == moves
-    assert not isinstance(decided(Moved(moves, "ladder")), Action)
+def test_on_a_ladder_knobs_are_moved_from_where_they_are() -> None:
+    action = decided(Moved([-1, -1, 1, 1, -1], "ladder"))
+    assert action == Action(precision={"net.0": "bf16"}, loss_scale=2048.0, clip=8.0 * 2.0)
+    unpaid = replace(UNIT, times={"fp32": 1.0})
+    controller = Moved([-1, 0, 0, 0], "ladder")
+    controller.propose([unpaid], RUN)
+    assert controller.decide(encode([unpaid], RUN)) == Action()
 
 
 def test_nothing_is_moved_before_anything_is_known() -> None:

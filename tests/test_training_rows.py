@@ -52,14 +52,14 @@ def test_rows_are_those_of_the_environments() -> None:
         results = [env.step(action) for env, action in zip((single, other), actions, strict=True)]
         observation, rewards, dones, _ = act(rows, np.concatenate(actions))
         np.testing.assert_array_equal(observation.reshape(-1), np.concatenate([result[0] for result in results]))
-        expected_rewards = np.float32([result[1] for result in results])[rows.run_of_row]
+        expected_rewards = np.array([result[1] for result in results], dtype=np.float32)[rows.run_of_row]
         np.testing.assert_array_equal(rewards, expected_rewards)
         assert not dones.any()
         masks = np.concatenate([env.action_masks() for env in (single, other)])
         np.testing.assert_array_equal(rows.action_masks().reshape(-1), masks)
         np.testing.assert_array_equal(rows.env_method("action_masks", indices=[1]), rows.action_masks()[1:2])
     for env in (single, other, rows):
-        env.close()  # type: ignore[attr-defined]
+        env.close()
 
 
 @pytest.mark.parametrize("limit", [None, 2], ids=["end", "time limit"])
