@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import nn
 
 from autoprec.attention import AttentionSignature
 from autoprec.attention_costs import choose as choose_attention
@@ -275,7 +276,9 @@ class CostWatch:
     def _stated_time(self, unit_name: str, format_name: str) -> float | None:
         if format_name == "fp32":
             return 1.0
-        if self._unit_formats.units[unit_name].is_emulated(format_name):
+        unit = self._unit_formats.units[unit_name]
+        # rates are those of products, and a table is only read
+        if unit.is_emulated(format_name) or all(isinstance(module, nn.Embedding) for module in unit.modules):
             return None
         ratio = describe(self._device).ratio(format_name)
         return None if ratio is None or ratio <= 1.0 else 1.0 / ratio

@@ -209,12 +209,9 @@ class TableController(Controller):
             proposal: For the readings that :meth:`propose` was given.
         """
         run = self._run
-        changes = {
-            unit: wanted
-            for unit in self._units
-            if (wanted := proposal.formats.get(unit.name, unit.format)) != unit.format
-        }
-        for unit, wanted in changes.items():
+        wishes = [(unit, proposal.formats.get(unit.name, unit.format)) for unit in self._units]
+        changes = [(unit, wanted) for unit, wanted in wishes if wanted != unit.format]
+        for unit, wanted in changes:
             self._reasons[unit.name] = self._why(unit, wanted)
             if rank(wanted) < rank(unit.format):
                 self._raises[unit.name] = self._raises.get(unit.name, 0) + 1
@@ -225,7 +222,7 @@ class TableController(Controller):
         self._asked_size = size or self._asked_size
         self._note_reasons(scale, clip, size)
         return Action(
-            precision={unit.name: wanted for unit, wanted in changes.items()} or None,
+            precision={unit.name: wanted for unit, wanted in changes} or None,
             loss_scale=scale,
             clip=clip,
             batch_size=size,
@@ -250,7 +247,8 @@ class TableController(Controller):
         if clip is not None:
             self._reasons["clip"] = f"{self.settings.clip:g} x the running median"
         if size is not None:
-            self._reasons["batch_size"] = f"{self._run.progress:.0%} of the run is over"
+            share = self._run.progress
+            self._reasons["batch_size"] = "as set" if math.isnan(share) else f"{share:.0%} of the run is over"
 
     def reasons(self) -> Mapping[str, str]:
         """Returns what the latest changes rest on."""

@@ -64,8 +64,8 @@ def take_sample(x: Tensor) -> Sample:
         x: Any shape, at least one element, floating point.
     """
     values = take_rows(x)
-    # autocast to fp16, which a layer's hook may run under, refuses to stack bf16
-    amax = torch.stack([bound.float() for bound in torch.aminmax(x.detach())]).abs().amax()
+    low, high = torch.aminmax(x.detach())
+    amax = torch.maximum(-low, high).float()  # autocast to bf16 refuses `stack` for what an fp16 unit puts out
     return Sample(values, x.numel() / values.numel(), amax, torch.finfo(x.dtype).eps)
 
 

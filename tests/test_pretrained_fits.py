@@ -22,6 +22,7 @@ from autoprec.cost_watch import CostWatch
 from autoprec.encoding import FEATURES, LIMIT, feature
 from autoprec.policies.network import PolicyNetwork
 from autoprec.policies.pretrained_policy import PretrainedController
+from autoprec.what_if import take_sample
 from tests.policy_networks import constant_network, restless_network, saved
 from tests.resumed import Setup, assert_resumes
 from tests.small_fits import Plain, StatefulLoader, quiet, seed
@@ -136,6 +137,19 @@ def test_e02_a_model_without_a_layer_to_steer(
 # ---- what is carried out ----
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("ambient", [torch.bfloat16, torch.float16])
+def test_errors_are_measured_where_neighbours_run_in_different_formats(
+    dtype: torch.dtype, ambient: torch.dtype
+) -> None:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = take_sample(x)
+    with torch.autocast("cpu", ambient):
+        found = take_sample(x)
+    assert float(found.amax) == float(expected.amax) == float(x.abs().max())
+    assert torch.equal(found.values, expected.values)
+
+
 @pytest.mark.parametrize(("move", "expected"), [(-1, "fp16"), (0, "fp16"), (1, "bf16")])
 def test_the_proposal_moved_is_what_runs(tmp_path: Path, move: int, expected: str) -> None:
     """fp16 is the cheapest and harmless here, so the table proposes it."""
@@ -211,7 +225,7 @@ def test_e01_a_network_that_fails_leaves_it_to_the_table(kind: type[Task], tmp_p
 def test_e07_the_network_answers_as_it_does_alone(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever precision surrounds a decision: the rows that it saw give the same moves afterwards."""
     seed()
-    callback = learned(tmp_path, constant_network(0) if host == "none" else restless_network(seed=1))
+    callback = learned(tmp_path, restless_network(seed=1))
     options: dict[str, Any] = {"precision": host} if "-" in host else {}
     if host == "fp16":
         options = {"plugins": fp16cpu(128.0)}
@@ -235,7 +249,7 @@ def test_resumed_runs_equal_those_that_were_not_stopped(tmp_path: Path) -> None:
     def callback() -> AutoPrecisionCallback:
         return learned(folder, restless_network(seed=3), interval=5, table=TableConfig(probe_every=2))
 
-    through = assert_resumes(Setup(callback, data=StatefulLoader), tmp_path)
+    through = assert_resumes(Setup(callback, data=StatefulLoader), tmp_path / "runs")
     assert through.callback is not None
     assert len({d.step for d in rows(through.callback.history, "precision", "applied")}) > 2
     assert moved(through.callback)

@@ -384,6 +384,7 @@ def test_no_field_keeps_one_value_through_these_steps(kept: dict[str, Kept]) -> 
     constant |= {"lost_windows"}  # test_cases_b_memory.py
     constant |= {"accumulation", "asked_ahead", "batch_size", "lost_samples"}  # see test_cases_b_resume.py
     constant |= {"plan"}  # test_cases_b_together.py
+    constant |= {"is_pinned"}  # test_table_fits.py
     constant |= {"attention", "implementations"}  # test_attention_costs.py, test_implementations_fits.py
     constant |= {"failed_in_base", "has_ambient_failed"}  # test_cases_a_evaluation_raised.py
     assert {name for name, seen in values.items() if len(seen) == 1} == constant

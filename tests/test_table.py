@@ -16,8 +16,9 @@ import pytest
 
 from autoprec import Action, AutoPrecisionConfig, BatchConfig, ClipConfig, GuardConfig, TableConfig, TableSettings
 from autoprec.controller import resolve_policy
-from autoprec.encoding import INDEX, decode, encode, feature, with_proposal
+from autoprec.encoding import decode, encode, feature, with_proposal
 from autoprec.envs.proxies import BASE_BATCH
+from autoprec.feature_rows import INDEX
 from autoprec.formats import FORMATS, get_format, rank
 from autoprec.readings import GlobalReading, UnitReading
 from autoprec.table import BASE_BATCH as TABLES_BASE
@@ -77,8 +78,8 @@ def test_levels_are_those_of_a_search() -> None:
     for errors in itertools.product((0.0, 0.05, 0.1, 2.0, math.nan), repeat=3):
         for cost in itertools.permutations((1.0, 2.0, 3.0, math.inf), 3):
             for level in range(3):
-                table_of = [np.array([[values]]) for values in (errors, cost)]
-                (found,) = propose_levels(*table_of, ladder, np.array([[level]]), threshold)[0]
+                known = np.array([[errors]]), np.array([[cost]])
+                (found,) = propose_levels(known[0], known[1], ladder, np.array([[level]]), threshold)[0]
                 good = [at for at, f in enumerate(ladder[0]) if at == 0 or errors[f] < threshold]
                 best = min(good, key=lambda at: (cost[ladder[0][at]], at))
                 assert found == (level if all(map(math.isnan, errors)) else best), (errors, cost, level)
