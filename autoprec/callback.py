@@ -377,7 +377,7 @@ class AutoPrecisionCallback(Callback):
         telemetry, costs, errors = steering.telemetry, steering.costs, steering.rounding.errors
         units = read_units(knobs, telemetry, steering.applied_steps, unoffered, costs, errors)
         run = replace(
-            read_globals(knobs, telemetry, progress(trainer), self._load, costs),
+            read_globals(knobs, telemetry, self._progress(trainer), self._load, costs),
             learning_rate_bits=self._learning_rate_bits(trainer),
             is_adaptive=has_adaptive_optimizer(trainer),
         )
@@ -392,6 +392,9 @@ class AutoPrecisionCallback(Callback):
         if rate > self._largest_rate:
             self._largest_rate = rate
         return math.log2(rate / self._largest_rate) if rate > 0 else math.nan
+
+    def _progress(self, trainer: pl.Trainer) -> float:
+        return progress(trainer)
 
     def _apply(self, answer: Answer, why: str) -> None:
         if answer.action is not None and not answer.action.is_empty:

@@ -13,8 +13,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from autoprec.compare.child import TargetError
 from autoprec.compare.targets import load_target
+from autoprec.target_functions import TargetError
 from tests.compared import Recording, write_training
 
 # lightning 2.6.6 calls what jsonargparse 4.53 has renamed

@@ -443,3 +443,13 @@ def test_ranks_units_and_formats_as_the_loss_does() -> None:
     assert spearmanr(measured, taylor).statistic > 0.7
     assert spearmanr(measured, divergence).statistic > 0.8
     assert np.exp(np.abs(np.log(measured / fisher)).mean()) < 5.0, "the expected increase is the measured one"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_samples_are_taken_under_autocast_of_any_layer(dtype: torch.dtype) -> None:
+    x = torch.tensor([[-3.0, 2.0, 0.5, 1.0]]).to(dtype)
+    for autocast in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=autocast):
+            sample = take_sample(x)
+        assert sample.amax.dtype is torch.float32
+        assert float(sample.amax) == 3.0

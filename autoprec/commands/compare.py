@@ -102,8 +102,8 @@ def add_to(app: typer.Typer) -> None:
         quick: bool = quick_option,
         as_json: bool = json_option,
     ) -> None:
-        from autoprec.compare.child import TargetError
         from autoprec.compare.settings import with_defaults
+        from autoprec.target_functions import TargetError
 
         chosen: dict[str, Any] = {
             "seeds": seeds,
@@ -148,10 +148,10 @@ def _compare(settings: CompareSettings, fresh: bool, as_json: bool) -> None:
         raise typer.Exit(1)
     from rich.console import Console
 
-    from autoprec.compare.child import TargetError
     from autoprec.compare.report import document, judged, show_report, write_report
     from autoprec.compare.run import MetricError, NothingRanError, compare, finished
     from autoprec.compare.store import StoreError
+    from autoprec.target_functions import TargetError
 
     console = Console(stderr=as_json)
     try:

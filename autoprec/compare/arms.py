@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from autoprec.compare.child import PlainError
 from autoprec.formats import nearest
+from autoprec.target_functions import PlainError
 
 AUTOPREC = "autoprec"
 FP32 = "32-true"

@@ -20,16 +20,8 @@ from autoprec.compare.gate import steered_callback
 from autoprec.compare.messages import Done, Failed
 from autoprec.own_process import end_with_parent, redirect_output
 from autoprec.resident_memory import peak_resident_bytes
+from autoprec.target_functions import PlainError, TargetError
 from autoprec.units import find_units
-
-
-class PlainError(Exception):
-    """An error whose message says all: what was passed, what is allowed and what to do."""
-
-
-class TargetError(PlainError):
-    """What is to be trained cannot be."""
-
 
 Body = Callable[[Connection], Done]
 

@@ -22,7 +22,7 @@ import torch
 from autoprec import __version__
 from autoprec.collect import UNOFFERED
 from autoprec.compare.arms import Arm, check_runnable
-from autoprec.compare.child import TargetError, final_state, peak_bytes
+from autoprec.compare.child import final_state, peak_bytes
 from autoprec.compare.edits import edit_arguments
 from autoprec.compare.energy import EnergyMeter
 from autoprec.compare.gate import Clock, GateHooks, make_gate, reseed, steered_callback
@@ -32,6 +32,7 @@ from autoprec.compare.recorder import OutputRecorder
 from autoprec.compare.targets import Target
 from autoprec.hardware.probing import processor_name
 from autoprec.machine import version
+from autoprec.target_functions import TargetError
 
 _FINAL_EPOCH = 1 << 20  # the seed of the last validation, of no epoch of any run
 
