@@ -227,34 +227,42 @@ static int64_t side_of(int64_t positions) {
     return side;
 }
 
-/* walks over the patches of one sample, row by row: forward gathers, backward adds to where the numbers came from */
-static void walk_patches(int64_t side, int64_t across, int64_t stride, int64_t width, float *image, float *patches,
-                         int is_backward) {
-    for (int64_t row = 0; row < across * across * 3; row++) { /* three pixels side by side, times three, of each patch */
-        int64_t place = row / 3, y = place / across * stride + row % 3 - 1, first = place % across * stride - 1;
-        for (int64_t x = first; x < first + 3; x++, patches += width) {
-            float *pixel = image + (y * side + x) * width;
-            int is_inside = y >= 0 && x >= 0 && y < side && x < side;
-            for (int64_t j = 0; j < width; j += AP_LANES) {
-                if (!is_backward) {
-                    vf_store(patches + j, is_inside ? vf_load(pixel + j) : vf_set(0.0f));
-                } else if (is_inside) {
-                    vf_store(pixel + j, vf_load(pixel + j) + vf_load(patches + j));
-                }
+/* three pixels of a patch side by side: forward gathers, backward adds to where the numbers came from. line: the line of
+ * the image, NULL for one outside */
+AP_INLINE void pass_pixels(float *line, int64_t first, int64_t side, int64_t width, float *patch, int is_backward) {
+    for (int64_t x = first; x < first + 3; x++, patch += width) {
+        float *pixel = line && x >= 0 && x < side ? line + x * width : 0;
+        for (int64_t j = 0; j < width; j += AP_LANES) {
+            if (!is_backward) {
+                vf_store(patch + j, pixel ? vf_load(pixel + j) : vf_set(0.0f));
+            } else if (pixel) {
+                vf_store(pixel + j, vf_load(pixel + j) + vf_load(patch + j));
             }
         }
     }
 }
 
+/* the patches of one sample */
+AP_INLINE void pass_image(int64_t side, int64_t stride, int64_t width, float *image, float *patches, int is_backward) {
+    for (int64_t top = -1; top < side - 1; top += stride)
+        for (int64_t left = -1; left < side - 1; left += stride)
+            for (int64_t y = top; y < top + 3; y++, patches += 3 * width)
+                pass_pixels(y >= 0 && y < side ? image + y * side * width : 0, left, side, width, patches, is_backward);
+}
+
 static void pass_patches(ap_proxy *p, const ap_proxy_node *node, ap_proxy_place *place, int64_t batch, int is_backward) {
     const ap_proxy_node *from = &p->spec.nodes[node->a];
     ap_proxy_place *source = &p->places[node->a];
-    int64_t side = side_of(from->positions), across = side_of(node->positions);
+    int64_t side = side_of(from->positions);
     if (is_backward && source->consumers == 1) memset(source->grad, 0, (size_t)(batch * source->size) * 4);
-    float *image = is_backward ? source->grad : source->value, *patches = is_backward ? place->grad : place->value;
-    for (int64_t i = 0; i < batch; i++)
-        walk_patches(side, across, node->extra, from->width, image + i * source->size, patches + i * place->size,
-                     is_backward);
+    for (int64_t i = 0; i < batch; i++) {
+        int64_t from_at = i * source->size, at = i * place->size;
+        if (is_backward) {
+            pass_image(side, node->extra, from->width, source->grad + from_at, place->grad + at, 1);
+        } else {
+            pass_image(side, node->extra, from->width, source->value + from_at, place->value + at, 0);
+        }
+    }
 }
 
 AP_INLINE void give(float *to, vf x, const ap_proxy_place *source) {
