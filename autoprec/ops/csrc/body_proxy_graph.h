@@ -98,9 +98,17 @@ AP_INLINE void sum_rows(const float *x, int64_t n, int64_t row, float *y, int ve
 /* gradients of the weight and bias of a unit from n rows of input and incoming gradient */
 static void weight_gradients(ap_proxy *p, int u, const float *input, const float *grad, int64_t n, int accumulates) {
     ap_proxy_unit *unit = &p->units[u];
-    product weight = {.m = unit->in, .n = unit->out, .k = n, .a = input, .a_row = 1, .a_col = unit->in, .b = grad,
-                      .b_row = unit->out, .c = p->grads + unit->weight, .c_row = unit->out, .accumulates = accumulates};
-    multiply(&weight);
+    if (unit->out == 16 && unit->in > 16 && !accumulates) { /* wide rows are added up faster than narrow ones */
+        product turned = {.m = unit->out, .n = unit->in, .k = n, .a = grad, .a_row = 1, .a_col = unit->out, .b = input,
+                          .b_row = unit->in, .c = p->scratch, .c_row = unit->in};
+        multiply(&turned);
+        transpose(p->scratch, unit->in, unit->out, unit->in, p->grads + unit->weight, unit->out);
+    } else {
+        product weight = {.m = unit->in, .n = unit->out, .k = n, .a = input, .a_row = 1, .a_col = unit->in, .b = grad,
+                          .b_row = unit->out, .c = p->grads + unit->weight, .c_row = unit->out,
+                          .accumulates = accumulates};
+        multiply(&weight);
+    }
     float *bias = p->grads + unit->bias;
     int64_t j = 0;
     for (; j + 4 * AP_LANES <= unit->out; j += 4 * AP_LANES) sum_rows(grad + j, n, unit->out, bias + j, 4, accumulates);
