@@ -1,6 +1,7 @@
 """Times the proxy trainings against a plain torch loop: ``python -m benchmarks.proxy [--rounds N]``.
 
-Steps of a 32-64-64-10 MLP at batch 32, and decisions of the environment: alone, and inside PPO of stable-baselines3.
+Steps of a 32-64-64-10 MLP at batch 32, and decisions of the environment: alone, by architecture, and inside PPO of
+stable-baselines3.
 Thread-CPU time of one thread. Figures are ratios, measured in turns (see ``benchmarks/timing.py``); absolute rates are
 of this machine and this moment.
 """
@@ -15,9 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoprec.envs.architectures import Graph
+from autoprec.envs.architectures import ARCHITECTURES, Graph
 from autoprec.envs.engine import FORMATS, SPEC, Engine
-from autoprec.envs.proxies import Bank
+from autoprec.envs.proxies import Bank, Distribution
 from autoprec.envs.proxy_env import ProxyVecEnv, load_tasks
 from benchmarks.timing import measure
 
@@ -73,21 +74,28 @@ def time_steps(rounds: int) -> float:
 def time_decisions(window_s: float, bank: int, runs: int) -> None:
     from stable_baselines3 import PPO
 
-    tasks = load_tasks(Bank("train", bank))
-    env = ProxyVecEnv(tasks, runs=runs)
+    for name in ARCHITECTURES:
+        only = ProxyVecEnv(load_tasks(Bank("train", 32, Distribution().only(name))), runs=24)
+        _print_rate(f"environment alone, {name}", _decisions_s(only, 32), window_s)
+        only.close()
+    env = ProxyVecEnv(load_tasks(Bank("train", bank)), runs=runs)
+    _print_rate("environment alone", _decisions_s(env, 48), window_s)
     count = len({*env.run_of_row.tolist()})
-    env.reset()
-    keep = np.ones(env.num_envs, dtype=np.int64)
-    start = time.thread_time()
-    for _ in range(48):
-        env.step(keep)
-    _print_rate("environment alone", 48 * count / (time.thread_time() - start), window_s)
     options = {"n_steps": 32, "batch_size": env.num_envs * 8, "n_epochs": 4, "device": "cpu"}
     model = PPO("MlpPolicy", env, learning_rate=1e-3, **options)  # type: ignore[arg-type]
     start = time.thread_time()
     model.learn(2 * 32 * env.num_envs)
     _print_rate("inside PPO", 2 * 32 * count / (time.thread_time() - start), window_s)
     env.close()
+
+
+def _decisions_s(env: ProxyVecEnv, steps: int) -> float:
+    env.reset()
+    keep = np.ones(env.num_envs, dtype=np.int64)
+    start = time.thread_time()
+    for _ in range(steps):
+        env.step(keep)
+    return steps * len({*env.run_of_row.tolist()}) / (time.thread_time() - start)
 
 
 def _print_rate(name: str, rate: float, window_s: float) -> None:

@@ -49,6 +49,25 @@ def two_heads() -> Graph:
     return graph
 
 
+def wide_rows() -> Graph:
+    """Rows of 32 and 32 positions, where a vector has 16."""
+    graph = Graph(positions=32, width=32)
+    graph.linear(96)
+    graph.attention(heads=1)
+    graph.norm()
+    graph.mean()
+    graph.linear(32)
+    return graph
+
+
+def norm_of_one_position() -> Graph:
+    graph = Graph()
+    graph.linear(16, "relu")
+    graph.norm()
+    graph.linear(16)
+    return graph
+
+
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     with Engine(1) as made:
@@ -86,7 +105,10 @@ def relative(a: NDArray[Any], b: NDArray[Any]) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-@pytest.mark.parametrize("graph", [*MODELS.values(), tanh_model(), two_heads()], ids=[*MODELS, "tanh", "two heads"])
+OTHERS = {"tanh": tanh_model(), "two heads": two_heads(), "wide rows": wide_rows(), "norm": norm_of_one_position()}
+
+
+@pytest.mark.parametrize("graph", [*MODELS.values(), *OTHERS.values()], ids=[*MODELS, *OTHERS])
 def test_gradients_are_those_of_autograd(engine: Engine, graph: Graph) -> None:
     spec = plain_spec(graph)
     window = run(engine, spec)
@@ -95,6 +117,21 @@ def test_gradients_are_those_of_autograd(engine: Engine, graph: Graph) -> None:
     assert window["losses"][0] == pytest.approx(loss, rel=1e-5)
     assert relative(engine.read(0, "gradients"), gradient) < 2e-5
     assert window["norms"][0] == pytest.approx(np.linalg.norm(gradient), rel=1e-4)
+
+
+@pytest.mark.parametrize("batch", [7, 40])
+@pytest.mark.parametrize("name", ["norm", "transformer"])
+def test_batches_need_not_fill_whole_groups(engine: Engine, name: str, batch: int) -> None:
+    graph = {**MODELS, **OTHERS}[name]
+    spec = plain_spec(graph)
+    run(engine, spec, batch=batch)
+    _, (_, _, gradient) = reference_gradients(engine, graph, spec, batch)
+    assert relative(engine.read(0, "gradients"), gradient) < 2e-5
+    logits, labels = engine.read(0, "logits"), engine.read(0, "labels")
+    run(engine, spec, batch=16)
+    count = min(batch, 16)
+    np.testing.assert_array_equal(engine.read(0, "logits")[: 16 * count], logits[: 16 * count])
+    np.testing.assert_array_equal(engine.read(0, "labels")[:count], labels[:count])
 
 
 @pytest.mark.parametrize("name", FORMATS[1:])
@@ -288,7 +325,8 @@ def test_all_instruction_sets_give_the_same_bits() -> None:
     try:
         for isa in native.available_isas():
             native.select_isa(isa)
-            results[isa] = [train(graph, format_) for graph in MODELS.values() for format_ in (0, 1, 2, 4, 5, 6)]
+            graphs = (*MODELS.values(), *OTHERS.values())
+            results[isa] = [train(graph, format_) for graph in graphs for format_ in (0, 1, 2, 4, 5, 6)]
     finally:
         native.select_isa(current)
     for isa in results:

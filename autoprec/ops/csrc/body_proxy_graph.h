@@ -64,13 +64,14 @@ static const float *in_format(ap_proxy *p, int u, int tensor, const float *x, in
     return y;
 }
 
-static void round_weight(ap_proxy *p, int u) {
+static void round_weight(ap_proxy *p, int u, int is_transposed) {
     ap_proxy_unit *unit = &p->units[u];
     float amax;
     unit->used_weight = in_format(p, u, AP_TENSOR_WEIGHT, p->parameters + unit->weight, unit->in * unit->out,
                                   unit->weight_scale, 0.0f, unit->rounded_weight, &amax);
     p->window->weight_amax[u] = fmaxf(amax, p->window->weight_amax[u]);
-    transpose(unit->used_weight, unit->in, unit->out, unit->transposed);
+    if (is_transposed)
+        transpose(unit->used_weight, unit->out, unit->in, unit->out, unit->transposed, unit->in);
 }
 
 static void note_activation(ap_proxy *p, int u, float amax) {
@@ -85,18 +86,33 @@ static const float *round_gradient(ap_proxy *p, int u, const float *x, int64_t n
     return y;
 }
 
+/* sums over n rows; several vectors at once, since one waits for its own sum */
+AP_INLINE void sum_rows(const float *x, int64_t n, int64_t row, float *y, int vectors, int accumulates) {
+    vf sums[4];
+    for (int v = 0; v < vectors; v++) sums[v] = accumulates ? vf_load(y + v * AP_LANES) : vf_set(0.0f);
+    for (int64_t i = 0; i < n; i++)
+        for (int v = 0; v < vectors; v++) sums[v] += vf_load(x + i * row + v * AP_LANES);
+    for (int v = 0; v < vectors; v++) vf_store(y + v * AP_LANES, sums[v]);
+}
+
 /* gradients of the weight and bias of a unit from n rows of input and incoming gradient */
 static void weight_gradients(ap_proxy *p, int u, const float *input, const float *grad, int64_t n, int accumulates) {
     ap_proxy_unit *unit = &p->units[u];
-    product weight = {.m = unit->in, .n = unit->out, .k = n, .a = input, .a_row = 1, .a_col = unit->in, .b = grad,
-                      .b_row = unit->out, .c = p->grads + unit->weight, .c_row = unit->out, .accumulates = accumulates};
-    multiply(&weight);
-    float *bias = p->grads + unit->bias;
-    for (int64_t j = 0; j < unit->out; j += AP_LANES) {
-        vf sum = accumulates ? vf_load(bias + j) : vf_set(0.0f);
-        for (int64_t i = 0; i < n; i++) sum += vf_load(grad + i * unit->out + j);
-        vf_store(bias + j, sum);
+    if (unit->out == 16 && unit->in > 16 && !accumulates) { /* wide rows are added up faster than narrow ones */
+        product turned = {.m = unit->out, .n = unit->in, .k = n, .a = grad, .a_row = 1, .a_col = unit->out, .b = input,
+                          .b_row = unit->in, .c = p->scratch, .c_row = unit->in};
+        multiply(&turned);
+        transpose(p->scratch, unit->in, unit->out, unit->in, p->grads + unit->weight, unit->out);
+    } else {
+        product weight = {.m = unit->in, .n = unit->out, .k = n, .a = input, .a_row = 1, .a_col = unit->in, .b = grad,
+                          .b_row = unit->out, .c = p->grads + unit->weight, .c_row = unit->out,
+                          .accumulates = accumulates};
+        multiply(&weight);
     }
+    float *bias = p->grads + unit->bias;
+    int64_t j = 0;
+    for (; j + 4 * AP_LANES <= unit->out; j += 4 * AP_LANES) sum_rows(grad + j, n, unit->out, bias + j, 4, accumulates);
+    for (; j < unit->out; j += AP_LANES) sum_rows(grad + j, n, unit->out, bias + j, 1, accumulates);
 }
 
 static void activate(float *x, int64_t n) {
@@ -118,7 +134,7 @@ static void linear_forward(ap_proxy *p, const ap_proxy_node *node, ap_proxy_plac
     const float *input = p->places[node->a].value, *weight = p->parameters + unit->weight;
     if (!is_plain) {
         float amax;
-        round_weight(p, node->unit);
+        round_weight(p, node->unit, p->places[node->a].has_grad);
         input = in_format(p, node->unit, AP_TENSOR_ACTIVATION, input, rows * unit->in, unit->activation_scale,
                           unit->mean, unit->rounded_input, &amax);
         note_activation(p, node->unit, amax);
@@ -153,11 +169,11 @@ static void recurrent_forward(ap_proxy *p, const ap_proxy_node *node, ap_proxy_p
     ap_proxy_unit *unit = &p->units[node->unit];
     int64_t width = unit->out, size = batch * width, positions = p->spec.nodes[node->a].positions;
     const float *input = p->places[node->a].value;
-    if (!is_plain) round_weight(p, node->unit);
+    if (!is_plain) round_weight(p, node->unit, 1);
     for (int64_t t = 0; t < positions; t++) {
         float *state = place->saved + t * size;
         for (int64_t i = 0; i < batch; i++)
-            memcpy(state + i * width, input + (i * positions + t) * width, (size_t)width * 4);
+            copy_vectors(state + i * width, input + (i * positions + t) * width, width);
         if (t) {
             const float *before = state - size;
             if (!is_plain) {
@@ -190,7 +206,7 @@ static void recurrent_backward(ap_proxy *p, const ap_proxy_node *node, ap_proxy_
         const float *state = place->saved + t * size;
         unactivate(place->grad, state, size, 2);
         for (int64_t i = 0; i < batch && source->has_grad; i++)
-            memcpy(source->grad + (i * positions + t) * width, place->grad + i * width, (size_t)width * 4);
+            copy_vectors(source->grad + (i * positions + t) * width, place->grad + i * width, width);
         if (t == 0) { /* no product came before the first state, but the bias did */
             for (int64_t i = 0; i < size; i += width)
                 for (int64_t j = 0; j < width; j += AP_LANES) {
@@ -219,33 +235,42 @@ static int64_t side_of(int64_t positions) {
     return side;
 }
 
-/* walks over the patches of one sample: forward gathers, backward adds to where the numbers came from */
-static void walk_patches(const ap_proxy_node *from, const ap_proxy_node *node, float *image, float *patches,
-                         int is_backward) {
-    int64_t side = side_of(from->positions), across = side_of(node->positions), width = from->width;
-    for (int64_t position = 0; position < node->positions; position++)
-        for (int64_t k = 0; k < 9; k++, patches += width) {
-            int64_t y = position / across * node->extra + k / 3 - 1, x = position % across * node->extra + k % 3 - 1;
-            if (y < 0 || x < 0 || y >= side || x >= side) {
-                if (!is_backward) memset(patches, 0, (size_t)width * 4);
-                continue;
-            }
-            float *pixel = image + (y * side + x) * width;
+/* three pixels of a patch side by side: forward gathers, backward adds to where the numbers came from. line: the line of
+ * the image, NULL for one outside */
+AP_INLINE void pass_pixels(float *line, int64_t first, int64_t side, int64_t width, float *patch, int is_backward) {
+    for (int64_t x = first; x < first + 3; x++, patch += width) {
+        float *pixel = line && x >= 0 && x < side ? line + x * width : 0;
+        for (int64_t j = 0; j < width; j += AP_LANES) {
             if (!is_backward) {
-                memcpy(patches, pixel, (size_t)width * 4);
-                continue;
+                vf_store(patch + j, pixel ? vf_load(pixel + j) : vf_set(0.0f));
+            } else if (pixel) {
+                vf_store(pixel + j, vf_load(pixel + j) + vf_load(patch + j));
             }
-            for (int64_t j = 0; j < width; j += AP_LANES) vf_store(pixel + j, vf_load(pixel + j) + vf_load(patches + j));
         }
+    }
+}
+
+/* the patches of one sample */
+AP_INLINE void pass_image(int64_t side, int64_t stride, int64_t width, float *image, float *patches, int is_backward) {
+    for (int64_t top = -1; top < side - 1; top += stride)
+        for (int64_t left = -1; left < side - 1; left += stride)
+            for (int64_t y = top; y < top + 3; y++, patches += 3 * width)
+                pass_pixels(y >= 0 && y < side ? image + y * side * width : 0, left, side, width, patches, is_backward);
 }
 
 static void pass_patches(ap_proxy *p, const ap_proxy_node *node, ap_proxy_place *place, int64_t batch, int is_backward) {
     const ap_proxy_node *from = &p->spec.nodes[node->a];
     ap_proxy_place *source = &p->places[node->a];
+    int64_t side = side_of(from->positions);
     if (is_backward && source->consumers == 1) memset(source->grad, 0, (size_t)(batch * source->size) * 4);
-    float *image = is_backward ? source->grad : source->value, *patches = is_backward ? place->grad : place->value;
-    for (int64_t i = 0; i < batch; i++)
-        walk_patches(from, node, image + i * source->size, patches + i * place->size, is_backward);
+    for (int64_t i = 0; i < batch; i++) {
+        int64_t from_at = i * source->size, at = i * place->size;
+        if (is_backward) {
+            pass_image(side, node->extra, from->width, source->grad + from_at, place->grad + at, 1);
+        } else {
+            pass_image(side, node->extra, from->width, source->value + from_at, place->value + at, 0);
+        }
+    }
 }
 
 AP_INLINE void give(float *to, vf x, const ap_proxy_place *source) {
@@ -273,23 +298,57 @@ static void mean_backward(ap_proxy *p, const ap_proxy_node *node, ap_proxy_place
         }
 }
 
+static void norm_row(const float *x, int64_t width, float *y, float *inverse) {
+    float mean = mean16(x, width);
+    for (int64_t j = 0; j < width; j += AP_LANES) vf_store(y + j, vf_load(x + j) - mean);
+    *inverse = 1.0f / sqrtf(dot16(y, y, width) / (float)width + 1e-5f);
+    for (int64_t j = 0; j < width; j += AP_LANES) vf_store(y + j, vf_load(y + j) * *inverse);
+}
+
+/* 16 rows of 16 at once */
+static void norm_rows(const float *x, float *y, float *inverse) {
+    float columns[256];
+    transpose16(x, 16, columns, 16);
+    for (int lane = 0; lane < 16; lane += AP_LANES) {
+        float *column = columns + lane;
+        vf mean = total_down(column, 16, 16) / 16.0f;
+        for (int i = 0; i < 256; i += 16) vf_store(column + i, vf_load(column + i) - mean);
+        vf factor = 1.0f / vf_sqrt(dot_down(column, column, 16, 16) / 16.0f + 1e-5f);
+        vf_store(inverse + lane, factor);
+        for (int i = 0; i < 256; i += 16) vf_store(column + i, vf_load(column + i) * factor);
+    }
+    transpose16(columns, 16, y, 16);
+}
+
 static void norm_forward(ap_proxy *p, const ap_proxy_node *node, ap_proxy_place *place, int64_t batch) {
     const float *x = p->places[node->a].value;
-    int64_t width = node->width;
-    for (int64_t i = 0; i < batch * node->positions; i++, x += width) {
-        float *y = place->value + i * width, mean = mean16(x, width);
-        for (int64_t j = 0; j < width; j += AP_LANES) vf_store(y + j, vf_load(x + j) - mean);
-        float inverse = place->saved[i] = 1.0f / sqrtf(dot16(y, y, width) / (float)width + 1e-5f);
-        for (int64_t j = 0; j < width; j += AP_LANES) vf_store(y + j, vf_load(y + j) * inverse);
+    int64_t width = node->width, rows = batch * node->positions, i = 0;
+    if (width == 16)
+        for (; i + 16 <= rows; i += 16) norm_rows(x + i * 16, place->value + i * 16, place->saved + i);
+    for (; i < rows; i++) norm_row(x + i * width, width, place->value + i * width, place->saved + i);
+}
+
+/* means of gradients and along the outputs of 16 rows of 16 */
+static void norm_sums(const float *grad, const float *y, float *mean, float *along) {
+    float grads[256], values[256];
+    transpose16(grad, 16, grads, 16);
+    transpose16(y, 16, values, 16);
+    for (int lane = 0; lane < 16; lane += AP_LANES) {
+        vf_store(mean + lane, total_down(grads + lane, 16, 16) / 16.0f);
+        vf_store(along + lane, dot_down(grads + lane, values + lane, 16, 16) / 16.0f);
     }
 }
 
 static void norm_backward(ap_proxy *p, const ap_proxy_node *node, ap_proxy_place *place, int64_t batch) {
     ap_proxy_place *source = &p->places[node->a];
-    int64_t width = node->width;
-    for (int64_t i = 0; i < batch * node->positions; i++) {
+    int64_t width = node->width, rows = batch * node->positions;
+    float means[16], alongs[16];
+    for (int64_t i = 0; i < rows; i++) {
         const float *y = place->value + i * width, *grad = place->grad + i * width;
-        float mean = mean16(grad, width), along = dot16(grad, y, width) / (float)width;
+        int is_together = width == 16 && i / 16 * 16 + 16 <= rows;
+        if (is_together && i % 16 == 0) norm_sums(grad, y, means, alongs);
+        float mean = is_together ? means[i % 16] : mean16(grad, width);
+        float along = is_together ? alongs[i % 16] : dot16(grad, y, width) / (float)width;
         for (int64_t j = 0; j < width; j += AP_LANES) {
             vf x = (vf_load(grad + j) - mean - vf_load(y + j) * along) * place->saved[i];
             give(source->grad + i * width + j, x, source);
@@ -310,30 +369,42 @@ static void add_backward(ap_proxy *p, const ap_proxy_node *node, ap_proxy_place 
             give(sources[s]->grad + i, vf_load(place->grad + i), sources[s]);
 }
 
-/* ---- attention: [positions, 3 width] -> [positions, width]; weights are kept in `saved` ---- */
+/* ---- attention: [positions, 3 width] -> [positions, width]; weights [keys, queries] are kept in `saved` ---- */
 
-static void softmax_row(float *x, int64_t n, float factor) {
-    float largest = x[largest_of(x, (int)n)];
-    for (int64_t j = 0; j < n; j += AP_LANES) vf_store(x + j, vf_exp((vf_load(x + j) - largest) * factor));
-    float inverse = 1.0f / (mean16(x, n) * (float)n);
-    for (int64_t j = 0; j < n; j += AP_LANES) vf_store(x + j, vf_load(x + j) * inverse);
+/* of columns */
+static void softmax_down(float *x, int64_t n, float factor) {
+    for (int64_t j = 0; j < n; j += AP_LANES) {
+        float *column = x + j;
+        vf largest = largest_down(column, n, n);
+        for (int64_t i = 0; i < n; i++)
+            vf_store(column + i * n, vf_exp((vf_load(column + i * n) - largest) * factor));
+        vf inverse = 1.0f / (total_down(column, n, n) / (float)n * (float)n);
+        for (int64_t i = 0; i < n; i++) vf_store(column + i * n, vf_load(column + i * n) * inverse);
+    }
+}
+
+/* its gradient, in place of that of the weights */
+static void unsoftmax_down(float *grad, const float *weights, int64_t n, float factor) {
+    for (int64_t j = 0; j < n; j += AP_LANES) {
+        vf along = dot_down(grad + j, weights + j, n, n);
+        for (int64_t i = j; i < n * n; i += n)
+            vf_store(grad + i, (vf_load(grad + i) - along) * vf_load(weights + i) * factor);
+    }
 }
 
 static void attention_forward(ap_proxy *p, const ap_proxy_node *node, ap_proxy_place *place, int64_t batch) {
     int64_t width = node->width, positions = node->positions, depth = width / node->extra, row = 3 * width;
-    float *keys = p->scratch;
+    float *queries = p->scratch;
     for (int64_t i = 0; i < batch * node->extra; i++) {
         int64_t sample = i / node->extra, head = i % node->extra * depth;
         const float *q = p->places[node->a].value + sample * positions * row + head, *k = q + width, *v = k + width;
         float *weights = place->saved + i * positions * positions;
-        for (int64_t t = 0; t < positions; t++)
-            for (int64_t d = 0; d < depth; d++) keys[d * positions + t] = k[t * row + d];
-        product scores = {.m = positions, .n = positions, .k = depth, .a = q, .a_row = row, .a_col = 1, .b = keys,
+        transpose(q, row, positions, depth, queries, positions);
+        product scores = {.m = positions, .n = positions, .k = depth, .a = k, .a_row = row, .a_col = 1, .b = queries,
                           .b_row = positions, .c = weights, .c_row = positions};
         multiply(&scores);
-        for (int64_t t = 0; t < positions; t++)
-            softmax_row(weights + t * positions, positions, 1.0f / sqrtf((float)depth));
-        product mixed = {.m = positions, .n = depth, .k = positions, .a = weights, .a_row = positions, .a_col = 1,
+        softmax_down(weights, positions, 1.0f / sqrtf((float)depth));
+        product mixed = {.m = positions, .n = depth, .k = positions, .a = weights, .a_row = 1, .a_col = positions,
                          .b = v, .b_row = row, .c = place->value + sample * place->size + head, .c_row = width};
         multiply(&mixed);
     }
@@ -342,28 +413,21 @@ static void attention_forward(ap_proxy *p, const ap_proxy_node *node, ap_proxy_p
 static void attention_backward(ap_proxy *p, const ap_proxy_node *node, ap_proxy_place *place, int64_t batch) {
     int64_t width = node->width, positions = node->positions, depth = width / node->extra, row = 3 * width;
     ap_proxy_place *source = &p->places[node->a];
-    float *values = p->scratch, *scores = values + depth * positions, factor = 1.0f / sqrtf((float)depth);
+    float *grads = p->scratch, *scores = grads + depth * positions, factor = 1.0f / sqrtf((float)depth);
     for (int64_t i = 0; i < batch * node->extra; i++) {
         int64_t sample = i / node->extra, head = i % node->extra * depth, at = sample * positions * row + head;
         const float *q = source->value + at, *k = q + width, *v = k + width;
         const float *weights = place->saved + i * positions * positions, *grad = place->grad + sample * place->size + head;
-        for (int64_t t = 0; t < positions; t++)
-            for (int64_t d = 0; d < depth; d++) values[d * positions + t] = v[t * row + d];
-        product to_weights = {.m = positions, .n = positions, .k = depth, .a = grad, .a_row = width, .a_col = 1,
-                              .b = values, .b_row = positions, .c = scores, .c_row = positions};
+        transpose(grad, width, positions, depth, grads, positions);
+        product to_weights = {.m = positions, .n = positions, .k = depth, .a = v, .a_row = row, .a_col = 1,
+                              .b = grads, .b_row = positions, .c = scores, .c_row = positions};
         multiply(&to_weights);
-        for (int64_t t = 0; t < positions; t++) {
-            float *s = scores + t * positions;
-            const float *w = weights + t * positions;
-            float along = dot16(s, w, positions);
-            for (int64_t j = 0; j < positions; j += AP_LANES)
-                vf_store(s + j, (vf_load(s + j) - along) * vf_load(w + j) * factor);
-        }
+        unsoftmax_down(scores, weights, positions, factor);
         float *to = source->grad + at;
         product parts[3] = {
-            {.m = positions, .n = depth, .k = positions, .a = scores, .a_row = positions, .a_col = 1, .b = k},
-            {.m = positions, .n = depth, .k = positions, .a = scores, .a_row = 1, .a_col = positions, .b = q},
-            {.m = positions, .n = depth, .k = positions, .a = weights, .a_row = 1, .a_col = positions, .b = grad},
+            {.m = positions, .n = depth, .k = positions, .a = scores, .a_row = 1, .a_col = positions, .b = k},
+            {.m = positions, .n = depth, .k = positions, .a = scores, .a_row = positions, .a_col = 1, .b = q},
+            {.m = positions, .n = depth, .k = positions, .a = weights, .a_row = positions, .a_col = 1, .b = grad},
         };
         for (int part = 0; part < 3; part++) {
             parts[part].b_row = part == 2 ? width : row;

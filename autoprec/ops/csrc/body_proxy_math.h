@@ -36,6 +36,48 @@ static float mean16(const float *x, int64_t n) {
     return total16(&s) / (float)n;
 }
 
+/* The same sums of columns instead of rows, one in each lane: where rows are short, their sums take longer than their
+ * numbers. x: the first of n rows, `row` numbers apart. */
+AP_INLINE vf total_down(const float *x, int64_t n, int64_t row) {
+    vf sum = vf_set(0.0f);
+    for (int lane = 0; lane < 8; lane++) {
+        vf low = vf_set(0.0f), high = low;
+        for (int64_t i = lane; i < n; i += 16) {
+            low += vf_load(x + i * row);
+            high += vf_load(x + (i + 8) * row);
+        }
+        sum += low + high;
+    }
+    return sum;
+}
+
+AP_INLINE vf dot_down(const float *a, const float *b, int64_t n, int64_t row) {
+    vf sum = vf_set(0.0f);
+    for (int lane = 0; lane < 8; lane++) {
+        vf low = vf_set(0.0f), high = low;
+        for (int64_t i = lane; i < n; i += 16) {
+            low = vf_fma(vf_load(a + i * row), vf_load(b + i * row), low);
+            high = vf_fma(vf_load(a + (i + 8) * row), vf_load(b + (i + 8) * row), high);
+        }
+        sum += low + high;
+    }
+    return sum;
+}
+
+/* largest of the first n numbers of each column, as largest_of finds it */
+AP_INLINE vf largest_down(const float *x, int64_t n, int64_t row) {
+    vf largest = vf_load(x);
+    for (int64_t i = 1; i < n; i++) {
+        vf other = vf_load(x + i * row);
+        largest = vf_select(other > largest, other, largest);
+    }
+    return largest;
+}
+
+AP_INLINE void copy_vectors(float *to, const float *from, int64_t n) {
+    for (int64_t i = 0; i < n; i += AP_LANES) vf_store(to + i, vf_load(from + i));
+}
+
 /* ---- products ---- */
 
 typedef struct {
@@ -91,11 +133,42 @@ static void multiply(const product *p) {
 #endif
 }
 
-/* y[j][i] = x[i][j] */
-static void transpose(const float *x, int64_t rows, int64_t cols, float *y) {
+/* y[j][i] = x[i][j] of 16 rows and columns, `x_row` and `y_row` numbers apart */
+#if defined(AP_AVX512)
+AP_INLINE void transpose16(const float *x, int64_t x_row, float *y, int64_t y_row) {
+    __m512 r[16], t[16];
+    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_ps(x + i * x_row);
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) { /* column c of four rows in lanes c % 4, c % 4 + 4, ... of vector i + c % 4 */
+        r[i] = (__m512)_mm512_unpacklo_pd((__m512d)t[i], (__m512d)t[i + 2]);
+        r[i + 1] = (__m512)_mm512_unpackhi_pd((__m512d)t[i], (__m512d)t[i + 2]);
+        r[i + 2] = (__m512)_mm512_unpacklo_pd((__m512d)t[i + 1], (__m512d)t[i + 3]);
+        r[i + 3] = (__m512)_mm512_unpackhi_pd((__m512d)t[i + 1], (__m512d)t[i + 3]);
+    }
+    for (int c = 0; c < 4; c++) {
+        __m512 even0 = _mm512_shuffle_f32x4(r[c], r[c + 4], 0x88), odd0 = _mm512_shuffle_f32x4(r[c], r[c + 4], 0xDD);
+        __m512 even1 = _mm512_shuffle_f32x4(r[c + 8], r[c + 12], 0x88);
+        __m512 odd1 = _mm512_shuffle_f32x4(r[c + 8], r[c + 12], 0xDD);
+        _mm512_storeu_ps(y + c * y_row, _mm512_shuffle_f32x4(even0, even1, 0x88));
+        _mm512_storeu_ps(y + (c + 4) * y_row, _mm512_shuffle_f32x4(odd0, odd1, 0x88));
+        _mm512_storeu_ps(y + (c + 8) * y_row, _mm512_shuffle_f32x4(even0, even1, 0xDD));
+        _mm512_storeu_ps(y + (c + 12) * y_row, _mm512_shuffle_f32x4(odd0, odd1, 0xDD));
+    }
+}
+#else
+AP_INLINE void transpose16(const float *x, int64_t x_row, float *y, int64_t y_row) {
+    for (int j = 0; j < 16; j++)
+        for (int i = 0; i < 16; i++) y[j * y_row + i] = x[i * x_row + j];
+}
+#endif
+
+/* the same of any whole number of such blocks */
+static void transpose(const float *x, int64_t x_row, int64_t rows, int64_t cols, float *y, int64_t y_row) {
     for (int64_t j = 0; j < cols; j += 16)
-        for (int64_t i = 0; i < rows; i++)
-            for (int64_t l = j; l < j + 16; l++) y[l * rows + i] = x[i * cols + l];
+        for (int64_t i = 0; i < rows; i += 16) transpose16(x + i * x_row + j, x_row, y + j * y_row + i, y_row);
 }
 
 /* ---- elementary functions ---- */

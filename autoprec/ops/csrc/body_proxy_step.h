@@ -26,23 +26,52 @@ static void set_ranges(ap_proxy *p) {
     }
 }
 
-/* mean cross entropy over the batch; the gradient times `factor` replaces the logits where grad is not NULL */
+/* cross entropy of a sample; the gradient times `factor` goes to grad where it is not NULL */
+static float entropy_row(const float *logits, int label, int64_t batch, int64_t width, int classes, float factor,
+                         float *grad) {
+    float row[64], largest = logits[largest_of(logits, classes)];
+    for (int64_t j = 0; j < width; j += AP_LANES) vf_store(row + j, vf_exp(vf_load(logits + j) - largest));
+    for (int64_t j = classes; j < width; j++) row[j] = 0.0f;
+    float total = mean16(row, width) * (float)width;
+    if (grad) {
+        float inverse = factor / ((float)batch * total);
+        for (int64_t j = 0; j < width; j += AP_LANES) vf_store(grad + j, vf_load(row + j) * inverse);
+    }
+    return logf(total) - (logits[label] - largest);
+}
+
+/* the same of 16 samples with 16 logits each */
+static void entropy_rows(const float *logits, const int32_t *labels, int64_t batch, int classes, float factor,
+                         float *grad, float entropy[16]) {
+    float columns[256], totals[16], most[16];
+    transpose16(logits, 16, columns, 16);
+    for (int lane = 0; lane < 16; lane += AP_LANES) {
+        float *column = columns + lane;
+        vf largest = largest_down(column, classes, 16);
+        for (int i = 0; i < 16; i++)
+            vf_store(column + 16 * i, i < classes ? vf_exp(vf_load(column + 16 * i) - largest) : vf_set(0.0f));
+        vf total = total_down(column, 16, 16) / 16.0f * 16.0f, inverse = factor / ((float)batch * total);
+        vf_store(totals + lane, total);
+        vf_store(most + lane, largest);
+        for (int i = 0; i < classes && grad; i++) vf_store(column + 16 * i, vf_load(column + 16 * i) * inverse);
+    }
+    if (grad) transpose16(columns, 16, grad, 16);
+    for (int i = 0; i < 16; i++) entropy[i] = logf(totals[i]) - (logits[16 * i + labels[i]] - most[i]);
+}
+
+/* mean cross entropy over the batch; the gradient times `factor` goes to grad where it is not NULL */
 static float cross_entropy(const float *logits, const int32_t *labels, int64_t batch, int64_t width, int classes,
                            float factor, float *grad) {
     double sum = 0.0;
-    for (int64_t i = 0; i < batch; i++, logits += width) {
-        float row[64], largest = logits[largest_of(logits, classes)];
-        for (int64_t j = 0; j < width; j += AP_LANES) vf_store(row + j, vf_load(logits + j) - largest);
-        float label = logits[labels[i]] - largest;
-        for (int64_t j = 0; j < width; j += AP_LANES) vf_store(row + j, vf_exp(vf_load(row + j)));
-        for (int64_t j = classes; j < width; j++) row[j] = 0.0f;
-        float total = mean16(row, width) * (float)width;
-        sum += logf(total) - label;
-        if (!grad) continue;
-        float inverse = factor / ((float)batch * total);
-        for (int64_t j = 0; j < width; j += AP_LANES) vf_store(grad + i * width + j, vf_load(row + j) * inverse);
-        grad[i * width + labels[i]] -= factor / (float)batch;
+    int64_t i = 0;
+    for (; width == 16 && i + 16 <= batch; i += 16) {
+        float entropy[16];
+        entropy_rows(logits + i * 16, labels + i, batch, classes, factor, grad ? grad + i * 16 : 0, entropy);
+        for (int lane = 0; lane < 16; lane++) sum += entropy[lane];
     }
+    for (; i < batch; i++)
+        sum += entropy_row(logits + i * width, labels[i], batch, width, classes, factor, grad ? grad + i * width : 0);
+    for (i = 0; i < batch && grad; i++) grad[i * width + labels[i]] -= factor / (float)batch;
     return (float)(sum / (double)batch);
 }
 
