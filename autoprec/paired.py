@@ -62,16 +62,27 @@ def bootstrap_mean(values: Sequence[float], confidence: float = 0.95) -> Interva
         values: At least two finite values.
         confidence: Share of such intervals that hold the true mean, between 0 and 1.
     """
-    from scipy.stats import t as student  # imports most of scipy
-
     found = np.asarray(values, dtype=np.float64)
     count, tail = len(found), (1.0 - confidence) / 2.0
     drawn = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))
     mean = float(found.mean())
     low, high = np.percentile(found[drawn].mean(axis=1), [100.0 * tail, 100.0 * (1.0 - tail)])
-    normal = statistics.NormalDist().inv_cdf(1.0 - tail)
-    stretch = float(student.ppf(1.0 - tail, count - 1)) / normal * math.sqrt(count / (count - 1))
-    return Interval(mean, mean - stretch * (mean - float(low)), mean + stretch * (float(high) - mean))
+    factor = stretch(count, confidence)
+    return Interval(mean, mean - factor * (mean - float(low)), mean + factor * (float(high) - mean))
+
+
+def stretch(count: int, confidence: float) -> float:
+    """Returns what the distance of a bootstrap percentile from the mean is multiplied by for few values.
+
+    Args:
+        count: How many values there are, at least 2.
+        confidence: Share of such intervals that hold the true mean, between 0 and 1.
+    """
+    from scipy.stats import t as student  # imports most of scipy
+
+    upper = (1.0 + confidence) / 2.0
+    factor = float(student.ppf(upper, count - 1)) / statistics.NormalDist().inv_cdf(upper)
+    return factor * math.sqrt(count / (count - 1))
 
 
 def paired_difference(left: Sequence[float], right: Sequence[float], confidence: float = 0.95) -> Interval:

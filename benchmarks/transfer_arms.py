@@ -22,8 +22,10 @@ from benchmarks.transfer_charge import MEASURED, profile_of
 
 CLIP_NORM = 1.0
 """Threshold of a Trainer that clips by itself."""
-INTERVAL = 10
-"""Steps between decisions: runs are short."""
+INTERVAL = 8
+"""Steps between decisions: runs are short, and proxies decide as often."""
+STARTING = "bf16-mixed"
+"""Precision of the Trainer that a policy is added to."""
 TWIN = "fp32-twin"
 RULE, TABLE = "rule", "table"
 SUBJECTS = ("pretrained", TABLE, RULE)
@@ -89,7 +91,7 @@ ARMS = (
     Arm("16-mixed+clip", "16-mixed"),
     Arm("32-true+median-clip", clip="median"),
     Arm("bf16-mixed+median-clip", "bf16-mixed", clip="median"),
-    *(Arm(name, policy=name) for name in (RULE, "shape", TABLE, "pretrained")),
+    *(Arm(name, STARTING, policy=name) for name in (RULE, "shape", TABLE, "pretrained")),
 )
 """All arms; the first one is the unit of measure."""
 
@@ -118,8 +120,10 @@ def available(arms: Sequence[Arm]) -> tuple[list[Arm], list[str]]:
         try:
             if arm.policy is not None:
                 resolve_policy(arm.policy, settings(MEASURED))
-        except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
-            missing.append(f"{arm.name} is left out, this version does not have it: {str(error).splitlines()[0]}")
+        except ModuleNotFoundError as error:
+            missing.append(f"{arm.name} is left out: {error}")
+        except (ValueError, FileNotFoundError):
+            missing.append(f"{arm.name} is left out: this version does not have it.")
         else:
             found.append(arm)
     return found, missing
@@ -132,7 +136,7 @@ def folder_arm(folder: str) -> Arm:
         folder: The folder.
     """
     path = Path(folder).resolve()
-    return Arm(path.name, policy=str(path))
+    return Arm(path.name, STARTING, policy=str(path))
 
 
 def _digest(policy: str | None) -> str | None:

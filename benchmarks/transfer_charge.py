@@ -75,7 +75,7 @@ class StepCharge:
         names = [formats[unit] for unit in self.shares]
         changes = sum(a != b for a, b in zip(names, names[1:], strict=False))
         products = sum(share * self.profile.cost[name] for share, name in zip(self.shares.values(), names, strict=True))
-        growth = batch_ratio ** _middle(self.profile.batch_exponent)
+        growth = float(batch_ratio ** _middle(self.profile.batch_exponent))
         return (overhead + (products + self.profile.cast_cost * changes) * growth) / (1.0 + overhead)
 
     def table(self) -> CostTable:

@@ -81,6 +81,7 @@ class Meter(pl.Callback):
         """Evaluates the first weights and starts the clock."""
         self._deadline = time.monotonic() + LIMIT_S
         self.spent = dict.fromkeys((MEASURED, *self.charges), 0.0)
+        self._note_scale(trainer)
         self._evaluate(pl_module)
         self._last_s = time.process_time()
 

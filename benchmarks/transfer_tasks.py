@@ -146,7 +146,8 @@ class WideRangeBlock(Block):
         """Returns the residual stream after attention and the two-layer perceptron, ``[batch, time, width]``."""
         x = x + self.project(self._attend(self.norm_attention(x)))
         hidden = F.relu(self.gain * self.expand(self.norm_mlp(x))).square()
-        return x + self.contract(hidden) / self.gain**2
+        stream: Tensor = x + self.contract(hidden) / self.gain**2
+        return stream
 
 
 class WideRangeTransformer(Classifier):
