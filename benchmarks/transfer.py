@@ -202,6 +202,7 @@ def in_own_process(order: Order) -> None:
         RuntimeError: If the process failed or did not end.
     """
     context = get_context("forkserver" if sys.platform == "linux" else "spawn")
+    context.set_forkserver_preload(["benchmarks.transfer_runs"])  # processes are forked from one that has imported all
     process: Any = context.Process(target=perform_alone, args=(order,), daemon=True)  # type: ignore[attr-defined]
     process.start()
     process.join(4 * LIMIT_S)
@@ -222,8 +223,6 @@ def train(todo: Sequence[Sequence[Job]], folder: Path, jobs: int, perform: Calla
         jobs: Jobs at a time.
         perform: Does one of them.
     """
-    if sys.platform == "linux":
-        get_context("forkserver").set_forkserver_preload(["benchmarks.transfer_runs"])
     with progress(sum(map(len, todo))) as (bar, line):
         for stage in todo:
             with ThreadPoolExecutor(jobs) as pool:
