@@ -201,9 +201,11 @@ def in_own_process(order: Order) -> None:
     Raises:
         RuntimeError: If the process failed or did not end.
     """
-    context = get_context("forkserver" if sys.platform == "linux" else "spawn")
-    context.set_forkserver_preload(["benchmarks.transfer_runs"])  # processes are forked from one that has imported all
-    process: Any = context.Process(target=perform_alone, args=(order,), daemon=True)  # type: ignore[attr-defined]
+    is_forked = sys.platform == "linux"
+    context = get_context("forkserver") if is_forked else get_context("spawn")
+    if is_forked:  # from one that has imported everything
+        context.set_forkserver_preload(["benchmarks.transfer_runs"])
+    process = context.Process(target=perform_alone, args=(order,), daemon=True)
     process.start()
     process.join(4 * LIMIT_S)
     if process.exitcode != 0:
