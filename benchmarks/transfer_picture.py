@@ -35,8 +35,11 @@ def draw(study: Mapping[str, Any], path: Path) -> None:
             _draw_scores(axes, study, charge)
         _draw_differences(panels[-1], study)
         for axes, columns in ((panels[0], 8), (panels[-1], len(CHARGES))):
-            place = "outside lower left" if axes is panels[0] else "outside lower right"
-            figure.legend(*axes.get_legend_handles_labels(), loc=place, ncols=columns)
+            handles, labels = axes.get_legend_handles_labels()
+            is_first = axes is panels[0]
+            figure.legend(
+                handles, labels, loc="outside lower left" if is_first else "outside lower right", ncols=columns
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=80)
 
