@@ -78,10 +78,14 @@ class OwnArm(Arm):
 
 
 def test_a_step_is_charged_by_the_formats_of_its_units() -> None:
-    fixed = {"overhead": Range(low=0.4, high=0.6), "batch_exponent": Range(low=1.0, high=1.0), "cast_cost": 0.1}
-    charge = StepCharge(
-        Profile(name="p", cost={"fp32": 1.0, "bf16": 0.5, "fp8": 0.25}, **fixed), {"a": 0.25, "b": 0.75}
+    profile = Profile(
+        name="p",
+        cost={"fp32": 1.0, "bf16": 0.5, "fp8": 0.25},
+        overhead=Range(low=0.4, high=0.6),
+        batch_exponent=Range(low=1.0, high=1.0),
+        cast_cost=0.1,
     )
+    charge = StepCharge(profile, {"a": 0.25, "b": 0.75})
     assert charge.step({"a": "fp32", "b": "fp32"}) == 1.0
     assert charge.step({"a": "bf16", "b": "bf16"}) == pytest.approx((0.5 + 0.5) / 1.5)
     # 0.25 + 0.75 / 4, and one change of format between neighbours; the norm between them is not in the shares
@@ -130,7 +134,8 @@ def test_a_policy_is_told_the_costs_of_the_device() -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_the_order_of_samples_is_that_of_the_seed(name: str) -> None:
     def first(seed: int) -> Tensor:
-        return next(iter(TASKS[name].loader(seed)))[0]
+        batch: Tensor = next(iter(TASKS[name].loader(seed)))[0]
+        return batch
 
     assert torch.equal(first(0), first(0))
     assert not torch.equal(first(0), first(1))
@@ -275,17 +280,19 @@ TWIN_CURVE = curve([math.e**2, math.e, 1.0], [0.0, 1.0, 2.0])
 
 
 def test_a_score_is_progress_within_the_budget_in_units_of_the_twins() -> None:
-    assert reached(TWIN_CURVE, TWIN_CURVE, "cpu") == (1.0, pytest.approx(1.0), 0.2, False)
+    assert tuple(reached(TWIN_CURVE, TWIN_CURVE, "cpu")) == pytest.approx((1.0, 1.0, 0.2, False))
     # the budget of 2 ends half way between log losses of 1 and -2
     faster = curve([math.e**2, math.e, math.e**-2], [0.0, 1.5, 2.5])
     found = reached(faster, TWIN_CURVE, "cpu")
-    assert (found.score, found.loss) == (pytest.approx(1.25), pytest.approx(math.e**-0.5))
+    assert found.score == pytest.approx(1.25)
+    assert found.loss == pytest.approx(math.e**-0.5)
     assert (found.accuracy, found.is_short) == (0.1, False)
 
 
 def test_a_run_that_ends_early_keeps_its_last_loss_and_is_marked() -> None:
     found = reached(curve([math.e**2, math.e], [0.0, 1.0]), TWIN_CURVE, "cpu")
-    assert (found.score, found.is_short) == (pytest.approx(0.5), True)
+    assert found.score == pytest.approx(0.5)
+    assert found.is_short
 
 
 @pytest.mark.parametrize("changes", [{"diverged": True}, {"losses": [math.e**2, None, None]}])
