@@ -37,7 +37,7 @@ from benchmarks.convergence import progress
 from benchmarks.docs import put_between
 from benchmarks.report import as_text
 from benchmarks.store import RESULTS, ROOT, digest_of, numerics_digest, source_files
-from benchmarks.transfer_arms import ARMS, SUBJECTS, TWIN, Arm, available, folder_arm
+from benchmarks.transfer_arms import ARMS, STARTING, SUBJECTS, TWIN, Arm, available, folder_arm
 from benchmarks.transfer_charge import CHARGES, MEASURED, SIMULATED, profile_of
 from benchmarks.transfer_picture import draw
 from benchmarks.transfer_report import last_line, page_block, tables
@@ -311,6 +311,7 @@ def _study(
         "source": source_digest(),
         "seeds": list(seeds),
         "subject": subject,
+        "starting": STARTING,
         "missing": list(missing),
         "charges": {name: profile_of(name).model_dump() if name in SIMULATED else MEASURED for name in CHARGES},
         "tasks": {task.name: _of_task(task, arms, seeds, folder) for task in tasks},
