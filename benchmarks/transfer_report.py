@@ -184,7 +184,8 @@ def page_block(study: Study) -> str:
     head = (
         f"{study['date'][:10]}, `{study['command']}`, seeds {study['seeds'][0]} to {study['seeds'][-1]},"
         f" {about['processor']}, {about['cores']} cores, one thread for each run, {versions}. A simulated step has"
-        f" a fixed time of {OVERHEAD:g} of its products in fp32. Policies were added to Trainers in {study['starting']}."
+        f" a fixed time of {OVERHEAD:g} of its products in fp32."
+        f" Policies were added to Trainers in {study['starting']}."
     )
     missing = [f"- {line}" for line in study["missing"]]
     parts = [head, *(["\n".join(missing)] if missing else []), *map(as_markdown, tables(study))]
