@@ -9,7 +9,7 @@ DATA := $(wildcard autoprec/hardware/data/*.toml autoprec/hardware/data/*/*.toml
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(DATA) $(KERNELS)
 
 .PHONY: demo test slow lint types imports check gates train-policy-quick evaluate-policy bench bench-quick \
-	calibrate-check convergence divergence sanitize triton-aot zoo range-lowest range-newest range chaos compare-demo \
+	calibrate-check convergence divergence transfer sanitize triton-aot zoo range-lowest range-newest range chaos compare-demo \
 	check-all clean
 
 demo: $(READY)
@@ -70,6 +70,10 @@ convergence: $(READY)
 # the same
 divergence: $(READY)
 	$(BIN)/python -m benchmarks.divergence
+
+# the same; two runs at a time, under an hour on two cores. `python -m benchmarks.transfer --quick` takes 5 minutes
+transfer: $(READY)
+	$(BIN)/python -m benchmarks.transfer
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py

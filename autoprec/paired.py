@@ -69,8 +69,6 @@ def bootstrap_mean(values: ArrayLike, confidence: float = 0.95, resamples: int =
         confidence: Share of such intervals that hold the true mean, between 0 and 1.
         resamples: How often values are drawn again.
     """
-    from scipy.stats import t as student  # imports most of scipy
-
     found = np.atleast_2d(np.asarray(values, dtype=np.float64))
     rows, columns = found.shape
     tail = (1.0 - confidence) / 2.0
@@ -82,9 +80,25 @@ def bootstrap_mean(values: ArrayLike, confidence: float = 0.95, resamples: int =
     mean = float(found.mean())
     low, high = np.percentile(means.mean(axis=1), [100.0 * tail, 100.0 * (1.0 - tail)])
     freedom, bias = _freedom(found)
-    normal = statistics.NormalDist().inv_cdf(1.0 - tail)
-    stretch = float(student.ppf(1.0 - tail, freedom)) / normal * math.sqrt(bias)
-    return Interval(mean, mean - stretch * (mean - float(low)), mean + stretch * (float(high) - mean))
+    factor = _stretch(freedom, bias, confidence)
+    return Interval(mean, mean - factor * (mean - float(low)), mean + factor * (float(high) - mean))
+
+
+def stretch(count: int, confidence: float) -> float:
+    """Returns what the distance of a bootstrap percentile from the mean is multiplied by for few values.
+
+    Args:
+        count: How many values there are, at least 2.
+        confidence: Share of such intervals that hold the true mean, between 0 and 1.
+    """
+    return _stretch(count - 1.0, count / (count - 1.0), confidence)
+
+
+def _stretch(freedom: float, bias: float, confidence: float) -> float:
+    from scipy.stats import t as student  # imports most of scipy
+
+    upper = (1.0 + confidence) / 2.0
+    return float(student.ppf(upper, freedom)) / statistics.NormalDist().inv_cdf(upper) * math.sqrt(bias)
 
 
 def _freedom(values: NDArray[np.float64]) -> tuple[float, float]:
