@@ -7,7 +7,7 @@ move from where the knob is. All rows of a run share its reward and end together
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import gymnasium
@@ -30,8 +30,6 @@ MODES = ("offset", "ladder")
 HOLD = 4
 """Decisions that the guard holds a unit it has raised."""
 MAX_SCALE = 2.0**24
-MAX_OFFSET = 2
-"""Moves that batch size and clip may be away from what is proposed."""
 
 
 class ProxyVecEnv(VecEnv):
@@ -47,9 +45,6 @@ class ProxyVecEnv(VecEnv):
         settings: The table's parameters.
         weights: What rewards weigh.
         guard: Raises the unit that overflowed first, and holds it.
-        curves: For each task, by seed, the log of the held-out loss at equal shares of the budget when another policy
-            has the knobs, from :func:`loss_curves`. Rewards are then what is made beyond that in the same time, which
-            shifts no optimum and takes the tasks' own difficulty out of them.
         max_decisions: Ends an episode early, as a time limit does (``TimeLimit.truncated``).
         is_shuffled: Whether tasks are drawn at random and forever.
         seed: Of the order of tasks.
@@ -68,7 +63,6 @@ class ProxyVecEnv(VecEnv):
         settings: TableSettings | None = None,
         weights: RewardWeights | None = None,
         guard: bool = True,
-        curves: Mapping[int, Array] | None = None,
         max_decisions: int | None = None,
         is_shuffled: bool = True,
         seed: int = 0,
@@ -79,7 +73,6 @@ class ProxyVecEnv(VecEnv):
         if not tasks or runs < 1:
             raise ValueError(f"Passed `ProxyVecEnv` {len(tasks)} tasks and runs={runs}. It needs one of each at least.")
         self.mode, self.settings, self.weights = mode, settings or TableSettings(), weights or RewardWeights()
-        self._curves = curves
         self.guard, self.max_decisions, self._is_shuffled, self._seed = guard, max_decisions, is_shuffled, seed
         self._queues, self._threads = _shared_out(tasks, runs), threads
         units = np.array([queue[0][0].units for queue in self._queues])
@@ -109,7 +102,6 @@ class ProxyVecEnv(VecEnv):
         self._simulation = Simulation([task for task, _ in first], threads=self._threads)
         shape = self._simulation.is_unit.shape
         self._hold = np.zeros(shape, dtype=np.int64)
-        self._offsets = np.zeros((runs, 2), dtype=np.int64)
         self._twin_progress = np.array([twin.progress for _, twin in first])
         self._decisions, self._skipped, self._attempted = np.zeros((3, runs), dtype=np.int64)
         self._returns = np.zeros(runs)
@@ -138,7 +130,7 @@ class ProxyVecEnv(VecEnv):
         self._hold_offenders()
         self._count()
         diverged = is_diverged(s.loss, s.first_loss) & ~self.is_idle
-        made = progress(loss_before, s.loss, self._twin_progress) - self._expected(time_before / s.budget, s.share)
+        made = progress(loss_before, s.loss, self._twin_progress)
         rewards = reward(made, (s.time - time_before) / s.budget, memory_share(s), diverged, self.weights)
         rewards = np.where(self.is_idle, 0.0, rewards)
         self._returns += rewards
@@ -192,13 +184,6 @@ class ProxyVecEnv(VecEnv):
 
     # ---- inside ----
 
-    def _expected(self, before: Array, after: Array) -> Array:
-        if self._curves is None:
-            return np.zeros(len(before))
-        curves = np.stack([self._curves[task.seed] for task in self.simulation.tasks])
-        fall = _at(curves, before) - _at(curves, after)
-        return np.clip(fall / self._twin_progress, -1.0, 1.0)
-
     def _propose(self) -> tuple[Array, Array, Array, Array]:
         s, settings = self.simulation, self.settings
         costs = s.assumed_costs(settings.optimism)
@@ -223,19 +208,10 @@ class ProxyVecEnv(VecEnv):
         s.loss_scale = np.clip(scale * 2.0**scale_move, 1.0, MAX_SCALE)
         s.batch_index = np.clip(batch + batch_move, 0, len(BATCH_SIZES) - 1)
         s.clip_index = np.clip(clip + clip_move, 0, len(CLIP_MULTIPLIERS) - 1)
-        self._offsets = np.clip(self._offsets + moves[self._at.knobs][:, 1:], -MAX_OFFSET, MAX_OFFSET)
 
     def _base(self) -> tuple[Array, Array, Array, Array]:
-        """What moves start from: the ladder from where knobs are, offsets from what is proposed and was added to that.
-
-        Batch size and clip keep their offset until it is moved, since what they do takes long to show.
-        """
         s = self.simulation
-        if self.mode == "ladder":
-            return s.level, s.loss_scale, s.batch_index, s.clip_index
-        level, scale, batch, clip = self.proposals()
-        batch, clip = batch + self._offsets[:, 0], clip + self._offsets[:, 1]
-        return level, scale, np.clip(batch, 0, len(BATCH_SIZES) - 1), np.clip(clip, 0, len(CLIP_MULTIPLIERS) - 1)
+        return self.proposals() if self.mode == "offset" else (s.level, s.loss_scale, s.batch_index, s.clip_index)
 
     def _legal_moves(self) -> tuple[Array, Array]:
         """``[rows]``: which knobs may be lowered, and which raised, from what actions are relative to."""
@@ -244,12 +220,9 @@ class ProxyVecEnv(VecEnv):
         low, high = np.zeros((2, self.num_envs), dtype=bool)
         low[self._at.units] = ((level < (s.levels - 1)[:, None]) & (self._hold == 0))[s.is_unit]
         high[self._at.units] = (level > 0)[s.is_unit]
-        off = self._offsets if self.mode == "offset" else np.zeros_like(self._offsets)
-        batch_low, clip_low = (batch > 0) & (off[:, 0] > -MAX_OFFSET), (clip > 0) & (off[:, 1] > -MAX_OFFSET)
-        batch_high = (batch < len(BATCH_SIZES) - 1) & (off[:, 0] < MAX_OFFSET)
-        clip_high = (clip < len(CLIP_MULTIPLIERS) - 1) & (off[:, 1] < MAX_OFFSET)
-        low[self._at.knobs] = np.stack([scale > 1.0, batch_low, clip_low], axis=1)
-        high[self._at.knobs] = np.stack([scale < MAX_SCALE, batch_high, clip_high], axis=1)
+        low[self._at.knobs] = np.stack([scale > 1.0, batch > 0, clip > 0], axis=1)
+        last = (scale < MAX_SCALE, batch < len(BATCH_SIZES) - 1, clip < len(CLIP_MULTIPLIERS) - 1)
+        high[self._at.knobs] = np.stack(last, axis=1)
         return low, high
 
     def _hold_offenders(self) -> None:
@@ -316,7 +289,6 @@ class ProxyVecEnv(VecEnv):
             chosen[run], twin = self._draw(run)
             self._twin_progress[run] = twin.progress
         self._hold[ended] = 0
-        self._offsets[ended] = 0
         for counts in (self._decisions, self._skipped, self._attempted, self._returns):
             counts[ended] = 0
         self._proposed = None
@@ -360,40 +332,3 @@ def _shared_out(tasks: Iterable[tuple[Task, Twin]], runs: int) -> list[list[tupl
     for units, count in given.items():
         queues += [groups[units][start::count] for start in range(count)]
     return [queue for queue in queues if queue]
-
-
-CURVE_POINTS = 65
-
-
-def loss_curves(
-    tasks: Sequence[tuple[Task, Twin]], settings: TableSettings | None = None, *, threads: int = 1
-) -> dict[int, Array]:
-    """Plays the table on tasks and returns the log of the held-out loss at equal shares of the budget, by seed.
-
-    Args:
-        tasks: Tasks with their twins.
-        settings: The table's parameters.
-        threads: Threads to share runs out to.
-    """
-    env = ProxyVecEnv(tasks, runs=len(tasks), settings=settings, is_shuffled=False, threads=threads)
-    try:
-        env.reset()
-        s = env.simulation
-        shares, losses = [s.share], [np.log(s.first_loss)]
-        keep = np.ones(env.num_envs, dtype=np.int64)
-        while not env.is_idle.all():
-            env.step(keep)
-            shares.append(s.share)
-            losses.append(np.log(s.loss))
-        share, loss = np.stack(shares, axis=1), np.stack(losses, axis=1)
-        grid = np.linspace(0.0, 1.0, CURVE_POINTS)
-        return {task.seed: np.interp(grid, share[i], loss[i]) for i, task in enumerate(s.tasks)}
-    finally:
-        env.close()
-
-
-def _at(curves: Array, share: Array) -> Array:
-    position = np.clip(share, 0.0, 1.0) * (CURVE_POINTS - 1)
-    left = np.minimum(position.astype(np.intp), CURVE_POINTS - 2)
-    rows, rest = np.arange(len(curves)), position - left
-    return np.asarray(curves[rows, left] * (1.0 - rest) + curves[rows, left + 1] * rest)
