@@ -7,6 +7,7 @@ as many units, for comparison.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -29,7 +30,10 @@ def main() -> None:
     for count in ROWS:
         rows = generator.uniform(-1.0, 1.0, (count, len(FEATURES))).astype(np.float32)
         units = [UnitReading(name=f"layer.{index}", legal=("fp32", "bf16")) for index in range(count - RUN_KNOBS)]
-        variants = {"moves": partial(network.moves, rows), "encode": partial(encode, units, GlobalReading())}
+        variants: dict[str, Callable[[], object]] = {
+            "moves": partial(network.moves, rows),
+            "encode": partial(encode, units, GlobalReading()),
+        }
         timing = measure(variants, rounds=rounds)
         moves_ms, encode_ms = (1e3 * timing.median(name) for name in ("moves", "encode"))
         print(f"policy: rows={count} moves_ms={moves_ms:.3f} encode_ms={encode_ms:.3f}")

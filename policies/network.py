@@ -252,7 +252,7 @@ class PolicyNetwork(nn.Module):
 
 def _linear(inner: int, outer: int, gain: float, generator: torch.Generator) -> nn.Linear:
     # on the CPU and in float32 whatever the user's defaults are; the global generator is left alone
-    layer = nn.utils.skip_init(nn.Linear, inner, outer, device="cpu", dtype=torch.float32)
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, inner, outer, device="cpu", dtype=torch.float32)
     nn.init.orthogonal_(layer.weight, gain, generator=generator)
     nn.init.zeros_(layer.bias)
     return layer

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn
 
 import numpy as np
 import safetensors
@@ -30,7 +30,7 @@ from autoprec.table import TableSettings
 
 CARD_FILE = "policy.json"
 WEIGHTS_FILE = "policy.safetensors"
-FILE_VERSION = 1
+FILE_VERSION: Final = 1
 MAX_CARD_BYTES = 2**20
 MAX_WEIGHTS_BYTES = 2**24
 
@@ -91,7 +91,8 @@ class PolicyCard(BaseModel):
 
 
 def _table_settings(table: Mapping[str, Any]) -> TableSettings:
-    return TableSettings(**{name: math.inf if value == "inf" else value for name, value in table.items()})
+    fields: dict[str, Any] = {name: math.inf if value == "inf" else value for name, value in table.items()}
+    return TableSettings(**fields)
 
 
 def card_for(network: PolicyNetwork, card: PolicyCard | Mapping[str, Any] | None = None) -> PolicyCard:
@@ -245,7 +246,7 @@ def _shapes(card: PolicyCard) -> dict[str, tuple[int, ...]]:
 
 def _read_tensors(source: str, content: bytes) -> dict[str, np.ndarray[Any, Any]]:
     try:
-        entries = safetensors.deserialize(content)
+        entries = safetensors.deserialize(content)  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
         _refuse(source, f"`{WEIGHTS_FILE}` is not a file of safetensors: {str(error)[:200]}", error)
     tensors = {}

@@ -24,7 +24,6 @@ import torch
 from pydantic import ValidationError
 
 from autoprec.encoding import FEATURES, VERSION
-from autoprec.policies import policy_file
 from autoprec.policies.network import PolicyNetwork
 from autoprec.policies.policy_file import (
     CARD_FILE,
@@ -128,7 +127,7 @@ def test_a_card_is_frozen_and_says_nothing_unknown() -> None:
     card = PolicyCard()
     assert (card.file_version, card.encoding_version, card.features) == (FILE_VERSION, VERSION, FEATURES)
     with pytest.raises(ValidationError):
-        card.name = "other"  # type: ignore[misc]
+        card.name = "other"
     with pytest.raises(ValidationError):
         PolicyCard(colour="red")  # type: ignore[call-arg]
 
@@ -302,7 +301,7 @@ def test_a_failed_write_leaves_the_old_policy(tmp_path: Path, monkeypatch: pytes
     def full(handle: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(policy_file.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="no space left"):
         saved(tmp_path, restless_network(seed=9))
     assert sorted(os.listdir(tmp_path)) == [CARD_FILE, WEIGHTS_FILE]
@@ -362,7 +361,7 @@ def test_the_hub_mixin_reads_and_writes_the_same_files(
 
     cache = tmp_path / "cache"
     cache.mkdir()
-    asked = []
+    asked: list[tuple[str, str, str]] = []
 
     def download(repo: str, name: str, **options: Any) -> str:
         asked.append((repo, name, options["revision"]))

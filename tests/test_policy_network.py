@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.encoding import FEATURES, INDEX, LIMIT
+from autoprec.encoding import FEATURES, LIMIT
+from autoprec.feature_rows import INDEX
 from autoprec.policies.network import MAX_DISTANCE, MAX_NORMAL, MIN_STD, PolicyNetwork
 from tests.policy_networks import constant_network, restless_network, rows
 

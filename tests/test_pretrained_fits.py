@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from autoprec import AutoPrecisionCallback, AutoPrecisionConfig, LossScaleConfig, TableConfig
 from autoprec.cost_watch import CostWatch
 from autoprec.encoding import FEATURES, LIMIT, feature
+from autoprec.feature_rows import INDEX
 from autoprec.policies.network import PolicyNetwork
 from autoprec.policies.pretrained_policy import PretrainedController
 from autoprec.what_if import take_sample
@@ -61,7 +62,8 @@ def learned(folder: Path, network: PolicyNetwork | None = None, **options: Any) 
 def watched(callback: AutoPrecisionCallback, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     """Keeps what the network saw and answered."""
     assert isinstance(callback.controller, PretrainedController)
-    network, seen, plain = callback.controller.network, [], callback.controller.network.moves
+    network, plain = callback.controller.network, callback.controller.network.moves
+    seen: Seen = []
 
     def moves(observation: NDArray[np.float32]) -> NDArray[np.int64]:
         seen.append((observation.copy(), plain(observation)))
@@ -243,11 +245,23 @@ def test_e07_the_network_answers_as_it_does_alone(host: str, tmp_path: Path, mon
     assert_no_fault(callback)
 
 
+def swinging_network() -> PolicyNetwork:
+    """Lowers a unit that has changed in the last ten steps or so, and else raises it."""
+    network = PolicyNetwork(len(FEATURES), (1,))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.zero_()
+        network.body[0].weight[0, INDEX["steps_since_change"]] = 400.0  # type: ignore[index]
+        network.body[0].bias.fill_(-80.0)  # type: ignore[operator]
+        network.head.weight.copy_(torch.tensor([[-5.0], [0.0], [5.0]]))
+    return network
+
+
 def test_resumed_runs_equal_those_that_were_not_stopped(tmp_path: Path) -> None:
     folder = tmp_path / "policy"
 
     def callback() -> AutoPrecisionCallback:
-        return learned(folder, restless_network(seed=3), interval=5, table=TableConfig(probe_every=2))
+        return learned(folder, swinging_network(), interval=5, table=TableConfig(probe_every=2))
 
     through = assert_resumes(Setup(callback, data=StatefulLoader), tmp_path / "runs")
     assert through.callback is not None
