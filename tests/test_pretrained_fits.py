@@ -251,7 +251,7 @@ def swinging_network() -> PolicyNetwork:
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.zero_()
-        network.body[0].weight[0, INDEX["steps_since_change"]] = 400.0  # type: ignore[index]
+        network.body[0].weight[0, INDEX["steps_since_change"]] = 400.0  # type: ignore[operator]
         network.body[0].bias.fill_(-80.0)  # type: ignore[operator]
         network.head.weight.copy_(torch.tensor([[-5.0], [0.0], [5.0]]))
     return network
