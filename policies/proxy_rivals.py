@@ -31,12 +31,12 @@ from numpy.typing import NDArray
 from autoprec.envs.engine import OPTIMIZERS
 from autoprec.envs.observing import ACTIVATION_LIMIT, GRADIENT_LIMIT, NEEDS_SCALE
 from autoprec.envs.proxies import BATCH_SIZES
-from autoprec.envs.simulation import OVERFLOW_ERROR, Simulation
+from autoprec.envs.simulation import Simulation
 from autoprec.formats import FORMATS
 from autoprec.plan_config import PlanConfig
 from autoprec.planning import FormatErrors, MapPlanner, ModelFacts, UnitErrors, UnitFacts
 from autoprec.policies.analytic_planners import FisherPlanner, SnipPlanner
-from autoprec.table import TableSettings, propose_batch, propose_clip, propose_scale
+from autoprec.table import OVERFLOW_ERROR, TableSettings, propose_batch, propose_clip, propose_scale
 
 Array = NDArray[Any]
 

@@ -77,14 +77,15 @@ def test_the_filter_is_bayesian_regression() -> None:
     free = UNITS * (LEVELS - 1)
     scale = 0.8 * SHARE
     prior = np.zeros((free + BATCHES,) * 2)
-    for level in range(LEVELS - 1):
-        at = np.arange(UNITS) * (LEVELS - 1) + level
+    for column in range(LEVELS - 1):
+        at = np.arange(UNITS) * (LEVELS - 1) + column
         prior[np.ix_(at, at)] = np.outer(scale, scale) * (COMMON_SD**2 + UNIT_SD**2 * np.eye(UNITS))
     prior[free:, free:] = np.diag([1e-4, 1e-2])
     mean = np.concatenate([(scale[:, None] * (GUESS[1:] - 1.0)).ravel(), [1.0, 1.5]])
     designs, times, noises = [], [], []
     for _ in range(9):
-        level, batch = rng.integers(0, LEVELS, UNITS), int(rng.integers(BATCHES))
+        level: Array = rng.integers(0, LEVELS, UNITS)
+        batch = int(rng.integers(BATCHES))
         design = np.zeros(free + BATCHES)
         for unit, place in enumerate(level):
             if place:

@@ -16,11 +16,11 @@ import pytest
 
 from autoprec import cli
 from autoprec.envs.engine import FORMATS
-from autoprec.envs.proposals import TableSettings
 from autoprec.envs.proxies import Distribution, Task, draw_task
 from autoprec.envs.twins import Twin
 from autoprec.feature_rows import INDEX
 from autoprec.rule import RuleController
+from autoprec.table import TableSettings
 from tests.kernels import needs_cpu_kernels
 
 pytest.importorskip("stable_baselines3")
@@ -161,7 +161,12 @@ def test_an_interrupted_evaluation_goes_on(tmp_path: Path, monkeypatch: pytest.M
     assert len(list((tmp_path / "cells").glob("*.json"))) == 2
     played: list[str] = []
     play = evaluating._play
-    monkeypatch.setattr(evaluating, "_play", lambda cell, **rest: (played.append(cell.rival.name), play(cell, **rest)))
+
+    def noted(cell: Any, **rest: Any) -> Any:
+        played.append(cell.rival.name)
+        return play(cell, **rest)
+
+    monkeypatch.setattr(evaluating, "_play", noted)
     told: list[Progress] = []
     found = evaluate(settings_for(tmp_path), progress=told.append)
     assert played == ["table"]

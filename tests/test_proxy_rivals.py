@@ -16,11 +16,11 @@ import pytest
 from autoprec.envs.baselines import Table, play
 from autoprec.envs.engine import FORMATS
 from autoprec.envs.proxies import Bank, Distribution, Task
-from autoprec.envs.simulation import OVERFLOW_ERROR, Simulation
+from autoprec.envs.simulation import Simulation
 from autoprec.envs.twins import Twin, run_twins
 from autoprec.plan_config import PlanConfig
 from autoprec.planning import FormatErrors, ModelFacts
-from autoprec.table import TableSettings
+from autoprec.table import OVERFLOW_ERROR, TableSettings
 from tests.kernels import needs_cpu_kernels
 
 pytest.importorskip("scipy")
