@@ -173,7 +173,7 @@ class ProxyVecEnv(VecEnv):
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Returns ``[rows, 3]``: which actions are legal; ``sb3_contrib`` asks for it."""
-        low, high = self._legal_moves()
+        low, high = self._legal_moves(self._base())
         return np.stack([low, np.ones_like(low), high], axis=1)
 
     def proposals(self) -> tuple[Array, Array, Array, Array]:
@@ -197,7 +197,7 @@ class ProxyVecEnv(VecEnv):
         return levels, scale, batch, propose_clip(len(s), settings)
 
     def _apply(self, moves: Array) -> None:
-        s, low_high = self.simulation, self._legal_moves()
+        s, low_high = self.simulation, self._legal_moves(self._base())
         moves = np.where(moves < 0, moves * low_high[0], moves * low_high[1])
         unit_moves = np.zeros(s.is_unit.shape, dtype=np.int64)
         unit_moves[s.is_unit] = moves[self._at.units]
@@ -213,10 +213,10 @@ class ProxyVecEnv(VecEnv):
         s = self.simulation
         return self.proposals() if self.mode == "offset" else (s.level, s.loss_scale, s.batch_index, s.clip_index)
 
-    def _legal_moves(self) -> tuple[Array, Array]:
-        """``[rows]``: which knobs may be lowered, and which raised, from what actions are relative to."""
+    def _legal_moves(self, base: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        """``[rows]``: which knobs may be lowered, and which raised, from levels, loss scales, batch and clip indices."""
         s = self.simulation
-        level, scale, batch, clip = self._base()
+        level, scale, batch, clip = base
         low, high = np.zeros((2, self.num_envs), dtype=bool)
         low[self._at.units] = ((level < (s.levels - 1)[:, None]) & (self._hold == 0))[s.is_unit]
         high[self._at.units] = (level > 0)[s.is_unit]
@@ -243,7 +243,7 @@ class ProxyVecEnv(VecEnv):
 
     def _observe(self) -> NDArray[np.float32]:
         s = self.simulation
-        low, high = self._legal_moves()
+        low, high = self._legal_moves((s.level, s.loss_scale, s.batch_index, s.clip_index))  # as live rows have it
         level, scale, batch, clip = self.proposals()
         proposal = np.zeros(self.num_envs)
         proposal[self._at.units] = (s.level - level)[s.is_unit]
