@@ -137,7 +137,7 @@ def _run_columns(s: Simulation, can_lower: Array, can_raise: Array) -> RunColumn
         growth_tracker=window["growth_tracker"],
         applied_share=1.0 - window["skipped"] / steps,
         clipped_share=window["clipped"] / steps,
-        clip_threshold=np.array(CLIP_MULTIPLIERS)[s.clip_index] * median,
+        clip_threshold=_clip_threshold(s.clip_index, median),
         norm_cv=norms.spread(),
         norm_trend=norms.drift_bits(),
         median_norm=median,
@@ -155,6 +155,14 @@ def _run_columns(s: Simulation, can_lower: Array, can_raise: Array) -> RunColumn
         can_lower=can_lower,
         can_raise=can_raise,
     )
+
+
+def _clip_threshold(index: Array, median: Array) -> Array:
+    multiplier = np.array(CLIP_MULTIPLIERS)[index]
+    # off stays off where gradients underflow altogether, whose median is 0
+    threshold: Array = np.full(len(median), np.inf)
+    np.multiply(multiplier, median, where=np.isfinite(multiplier), out=threshold)
+    return threshold
 
 
 def _prices(s: Simulation, at: Places, proposal: Array) -> Prices:

@@ -191,7 +191,7 @@ class _Training:
         rows = rollouts * model.n_steps * model.n_envs
         try:
             model.learn(rows, [watch, validation], log_interval=1, reset_num_timesteps=False)
-        except ValueError as error:  # actions cannot be drawn from weights that are not finite
+        except (ValueError, RuntimeError) as error:  # actions cannot be drawn from weights that are not finite
             self._check_finite(model, error)
             raise
         self._check_finite(model)

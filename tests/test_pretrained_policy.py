@@ -114,7 +114,7 @@ def test_what_the_guard_holds_stays(tmp_path: Path, move: int) -> None:
 
 def test_every_unit_by_its_own_row(tmp_path: Path) -> None:
     """Any ladder, state and move, against the definition in words."""
-    controller = policy(tmp_path, restless_network(seed=2))
+    controller = policy(tmp_path, restless_network(seed=1))
     generator = np.random.Generator(np.random.PCG64(0))
     units = []
     for index in range(60):
