@@ -109,8 +109,10 @@ class Proposal:
     batch_size: int | None = None
 
 
-def propose_levels(errors: Array, cost: Array, ladder: Array, level: Array, threshold: float) -> Array:
-    """Returns the proposed level of each unit.
+def propose_levels(
+    errors: Array, cost: Array, ladder: Array, level: Array, threshold: float, casts: Array | None = None
+) -> Array:
+    """Returns the proposed level of each unit: all together the cheapest of those whose errors are small enough.
 
     Args:
         errors: ``[runs, units, formats]``: largest error of a unit's tensors; NaN if it was never measured.
@@ -118,14 +120,36 @@ def propose_levels(errors: Array, cost: Array, ladder: Array, level: Array, thre
         ladder: ``[runs, levels]``: formats from wide to narrow, -1 behind the end.
         level: ``[runs, units]``: the current one, which stays where nothing was measured.
         threshold: Largest error.
+        casts: ``[runs, units - 1]``: what it costs if a unit and the next one differ in format. ``None`` if that is in
+            ``cost`` already.
     """
     formats = np.maximum(ladder, 0)[:, None, :]
     error = np.take_along_axis(errors, np.broadcast_to(formats, (*errors.shape[:2], ladder.shape[1])), axis=2)
     price = np.take_along_axis(cost, np.broadcast_to(formats, error.shape), axis=2)
     allowed = (error < threshold) & (ladder >= 0)[:, None, :]
     allowed[:, :, 0] = True  # the widest is always there
-    cheapest = np.where(allowed, price, np.inf).argmin(axis=2)
-    return np.where(np.isnan(error).all(axis=2), level, cheapest)
+    is_unknown = np.isnan(error).all(axis=2)
+    if casts is None:
+        return np.where(is_unknown, level, np.where(allowed, price, np.inf).argmin(axis=2))
+    is_current = np.arange(ladder.shape[1]) == level[:, :, None]
+    price = np.where(is_unknown[:, :, None], np.where(is_current, 0.0, np.inf), np.where(allowed, price, np.inf))
+    return _cheapest_chain(price, casts)
+
+
+def _cheapest_chain(price: Array, casts: Array) -> Array:
+    """The levels ``[runs, units]`` whose prices and casts add up to the least (Viterbi, 1967)."""
+    runs, units, levels = price.shape
+    differs = 1.0 - np.eye(levels)
+    best, before = price[:, 0], np.zeros((runs, units, levels), dtype=np.int64)
+    for unit in range(1, units):
+        total = best[:, :, None] + casts[:, unit - 1, None, None] * differs
+        before[:, unit] = total.argmin(axis=1)
+        best = total.min(axis=1) + price[:, unit]
+    chosen = np.zeros((runs, units), dtype=np.int64)
+    chosen[:, -1] = best.argmin(axis=1)
+    for unit in range(units - 1, 0, -1):
+        chosen[:, unit - 1] = np.take_along_axis(before[:, unit], chosen[:, unit, None], axis=1)[:, 0]
+    return chosen
 
 
 def propose_scale(amax: Array, limit: Array, needs_scale: Array, current: Array, headroom_bits: float) -> Array:

@@ -160,8 +160,8 @@ class Table:
     def __call__(self, simulation: Simulation) -> None:
         """Sets the knobs."""
         s, settings = simulation, self.settings
-        costs = s.assumed_costs(settings.optimism)
-        s.level = propose_levels(s.worst_errors(), costs, s.ladder, s.level, settings.threshold)
+        costs, casts = s.assumed_costs(settings.optimism)
+        s.level = propose_levels(s.worst_errors(), costs, s.ladder, s.level, settings.threshold, casts)
         formats = s.formats
         amax = s.windows["gradient_amax"][:, : s.is_unit.shape[1]].astype(np.float64)
         needs = NEEDS_SCALE[formats] & s.is_unit

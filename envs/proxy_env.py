@@ -186,8 +186,8 @@ class ProxyVecEnv(VecEnv):
 
     def _propose(self) -> tuple[Array, Array, Array, Array]:
         s, settings = self.simulation, self.settings
-        costs = s.assumed_costs(settings.optimism)
-        levels = propose_levels(s.worst_errors(), costs, s.ladder, s.level, settings.threshold)
+        costs, casts = s.assumed_costs(settings.optimism)
+        levels = propose_levels(s.worst_errors(), costs, s.ladder, s.level, settings.threshold, casts)
         levels = np.where(self._hold > 0, np.minimum(levels, s.level), levels)
         formats = np.take_along_axis(s.ladder, levels, axis=1)
         amax = s.windows["gradient_amax"][:, : s.is_unit.shape[1]].astype(np.float64)

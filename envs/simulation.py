@@ -136,21 +136,25 @@ class Simulation:
         is_free = np.array([task.probe_cost == 0.0 for task in self.tasks])
         return is_free | (self.since_probe + 1 >= every)
 
-    def assumed_costs(self, optimism: float | None) -> Array:
-        """Returns ``[runs, units, formats]``: what each format of the ladders costs, in any unit of a run's own.
+    def assumed_costs(self, optimism: float | None) -> tuple[Array, Array]:
+        """Returns what each format of the ladders costs, and casts between units, in any unit of a run's own.
 
         Args:
             optimism: Standard deviations that little-known costs are taken below what step times let expect; ``None``
                 takes the table as it is.
+
+        Returns:
+            ``[runs, units, formats]`` and ``[runs, units - 1]``.
         """
+        casts = self.table.cast_cost[:, None] * self.is_unit[:, 1:]
         if optimism is None:
-            return self.table.cost
+            return self.table.cost, casts
         costs = np.full(self.table.cost.shape, np.inf)
         estimated = self.estimate.optimistic(optimism)
         for level in range(self.ladder.shape[1] - 1, -1, -1):  # backwards: format 0 stands behind the end of a ladder
             at = np.maximum(self.ladder[:, level], 0)
             costs[np.arange(len(self)), :, at] = estimated[:, :, level]
-        return costs
+        return costs, casts / (1.0 + self.table.overhead)[:, None]
 
     def worst_errors(self) -> Array:
         """Returns ``[runs, units, formats]``: the largest error of activations, weights and gradients."""

@@ -85,6 +85,36 @@ def test_levels_are_those_of_a_search() -> None:
                 assert found == (level if all(map(math.isnan, errors)) else best), (errors, cost, level)
 
 
+def test_levels_with_casts_are_the_cheapest_together() -> None:
+    """Random costs, errors and casts, some unknown and some units missing, against every combination."""
+    rng = np.random.default_rng(0)
+    runs, units, ladder = 40, 4, np.array([0, 2, 1])
+    errors = rng.choice([0.01, 0.5, 2.0], (runs, units, 3))
+    errors[rng.random((runs, units)) < 0.2] = np.nan
+    cost = rng.uniform(0.0, 1.0, (runs, units, 3))
+    casts = rng.choice([0.0, 0.1, 0.6], (runs, units - 1))
+    level = rng.integers(0, 3, (runs, units))
+    found = propose_levels(errors, cost, np.tile(ladder, (runs, 1)), level, 0.1, casts)
+    for run in range(runs):
+        choices = []
+        for unit in range(units):
+            is_known = not np.isnan(errors[run, unit]).all()
+            good = [at for at in range(3) if at == 0 or errors[run, unit, ladder[at]] < 0.1]
+            choices.append(good if is_known else [int(level[run, unit])])
+
+        def total(levels: tuple[int, ...], run: int = run) -> float:
+            known = [unit for unit in range(units) if not np.isnan(errors[run, unit]).all()]
+            price = sum(cost[run, unit, ladder[levels[unit]]] for unit in known)
+            return float(price + sum(casts[run, u] for u in range(units - 1) if levels[u] != levels[u + 1]))
+
+        best = min(itertools.product(*choices), key=total)
+        assert total(tuple(found[run].tolist())) == pytest.approx(total(best))
+        moved += (
+            propose_levels(errors, cost, np.tile(ladder, (runs, 1)), level, 0.1)[run].tolist() != found[run].tolist()
+        )
+    assert moved > 5
+
+
 @pytest.mark.parametrize(
     ("amax", "needs", "bits", "expected"),
     [
