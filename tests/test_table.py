@@ -109,10 +109,8 @@ def test_levels_with_casts_are_the_cheapest_together() -> None:
 
         best = min(itertools.product(*choices), key=total)
         assert total(tuple(found[run].tolist())) == pytest.approx(total(best))
-        moved += (
-            propose_levels(errors, cost, np.tile(ladder, (runs, 1)), level, 0.1)[run].tolist() != found[run].tolist()
-        )
-    assert moved > 5
+    alone = propose_levels(errors, cost, np.tile(ladder, (runs, 1)), level, 0.1)
+    assert (alone != found).any(axis=1).sum() > 5
 
 
 @pytest.mark.parametrize(
