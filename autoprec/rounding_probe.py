@@ -8,6 +8,7 @@ be in copies and pickles of the module that user code makes meanwhile. What does
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -224,8 +225,8 @@ def _step_of(parameter: Tensor, gradient: Tensor, optimizer: Any, is_whole: bool
     groups = optimizer.param_groups
     group: dict[str, Any] = next((group for group in groups if any(each is parameter for each in group["params"])), {})
     rate, betas = _number(group.get("lr"), 1.0), group.get("betas")
-    first, second = map(_number, betas[:2]) if isinstance(betas, (tuple, list)) and len(betas) > 1 else (None, None)
-    if first is None or second is None:
+    first, second = map(_number, betas[:2]) if isinstance(betas, (tuple, list)) and len(betas) > 1 else (math.nan,) * 2
+    if math.isnan(first + second):
         return gradient * rate
     rate *= 1.0 - first
     eps = _number(group.get("eps"), 0.0) or 1e-30
@@ -240,7 +241,7 @@ def _step_of(parameter: Tensor, gradient: Tensor, optimizer: Any, is_whole: bool
     return rate * gradient / (unbiased.sqrt() + eps)
 
 
-def _number(value: Any, other: Any = None) -> Any:
+def _number(value: Any, other: float = math.nan) -> float:
     """Returns a setting as a float, ``other`` if it is not one number."""
     is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
     return float(value) if is_number else other

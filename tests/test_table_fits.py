@@ -29,6 +29,7 @@ from autoprec import (
     Controller,
     GuardConfig,
     LossScaleConfig,
+    NonFiniteTrainingError,
     ScriptedController,
     TableConfig,
 )
@@ -193,6 +194,17 @@ def test_copies_of_layers_made_in_a_look_hold_nothing_of_it() -> None:
     assert not any(layer._forward_hooks for each in module.copies for layer in each.modules())
 
 
+@pytest.mark.filterwarnings("ignore:.*everything runs in fp32", "ignore:.*no step was applied")
+def test_copies_of_layers_made_while_the_origin_of_skipped_steps_is_sought_hold_nothing_of_it() -> None:
+    seed()
+    module = Copies()
+    module._loss = lambda net, batch, index: net(batch).sum() * math.nan
+    with pytest.raises(NonFiniteTrainingError):
+        quiet(max_epochs=5, callbacks=[table()]).fit(module)
+    assert not any(layer._forward_hooks for each in module.copies for layer in each.modules())
+    assert not nn.modules.module._has_any_global_hook()
+
+
 class OwnLoss(nn.Module):
     """A layer with a matrix that puts out the loss, a single number."""
 
@@ -291,7 +303,8 @@ def test_a_loss_scale_that_the_loss_itself_does_not_bear_is_not_set_again_and_ag
         return Task(mlp(), torch.randn(240 * 8, 8), loss=lambda net, batch, index: (net(batch) * 1e-4).abs().mean())
 
     callback = fitted(table("fp32", "fp16", interval=2), small)
-    raised = [d for d in rows(callback.history, "loss_scale") if d.reason.startswith("policy")]
+    history: list[Any] = rows(callback.history, "loss_scale")
+    raised = [d for d in history if d.reason.startswith("policy")]
     assert raised[0].applied == 2.0**24
     assert all(d.applied <= 4 * d.before for d in raised[1:])
     assert 1 < len(raised) < 5
