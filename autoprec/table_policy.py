@@ -90,6 +90,7 @@ class TableController(Controller):
         self._asked_size = 0
         self._raised_scale = 0.0  # by the latest decision, 0 if that did not raise it
         self._scale_wait = self._scale_failures = 0
+        self._scale_base = self._moved_scale = 0.0  # what was proposed last, and what was made of it
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:
         """Forgets an earlier run.
@@ -175,11 +176,13 @@ class TableController(Controller):
         scale = min(max(float(wanted[0]), low), high)
         if not _is_scaled(run):
             return scale
-        bits = math.log2(scale / run.loss_scale)
+        # somebody may have moved what was proposed; what is near to the proposal is no reason for another one
+        base = self._scale_base if run.loss_scale == self._moved_scale else run.loss_scale
+        bits = math.log2(scale / base)
         is_early = bits > 0 and (run.applied_share < 1.0 or self._scale_wait > 0)
         if abs(bits) < _SCALE_BITS or is_early:
-            return run.loss_scale
-        return min(scale, run.loss_scale * 2.0**_SCALE_BITS) if self._scale_failures else scale
+            return base
+        return min(scale, base * 2.0**_SCALE_BITS) if self._scale_failures else scale
 
     def _clip(self, run: GlobalReading) -> float | None:
         median = run.median_norm
@@ -295,6 +298,8 @@ class TableController(Controller):
             "raised_scale": self._raised_scale,
             "scale_wait": self._scale_wait,
             "scale_failures": self._scale_failures,
+            "scale_base": self._scale_base,
+            "moved_scale": self._moved_scale,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -308,8 +313,11 @@ class TableController(Controller):
         self._wait, self._looks = int(state["wait"]), int(state["looks"])
         self._has_choice = bool(state["has_choice"])
         self._first_size, self._asked_size = int(state["first_size"]), int(state["asked_size"])
-        self._raised_scale = float(state.get("raised_scale", 0.0))  # not in a checkpoint of an earlier version
+        # not in a checkpoint of an earlier version
         self._scale_wait, self._scale_failures = (int(state.get(key, 0)) for key in ("scale_wait", "scale_failures"))
+        self._raised_scale, self._scale_base, self._moved_scale = (
+            float(state.get(key, 0.0)) for key in ("raised_scale", "scale_base", "moved_scale")
+        )
 
 
 def _is_scaled(run: GlobalReading) -> bool:
