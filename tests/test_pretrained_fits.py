@@ -185,7 +185,6 @@ def test_a_constant_offset_of_the_loss_scale_is_one_offset(tmp_path: Path, move:
     cpu(callbacks=[callback]).fit(Task(deep(3), torch.randn(60 * 8, 6), loss=mean_of_squares))
     history = [d for d in rows(callback.history, "loss_scale") if d.reason.startswith("policy")]
     assert 2 <= len(history) < 5, "one when a scale is set, one for the offset; gradients shrink"
-    assert all("; policy: " in d.reason for d in history)
     assert callback.loss_scale == history[-1].applied
 
 
