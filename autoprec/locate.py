@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from autoprec.layers import Record
 from autoprec.runners import is_functorch_active
@@ -57,7 +59,9 @@ def _are_finite(records: Sequence[Record]) -> list[bool]:
 
 
 class Locator:
-    """Watches every layer's output and gradient through hooks, while steps keep being skipped.
+    """Watches every layer's output, while steps keep being skipped.
+
+    One hook on all modules does so: one on a module would be in copies and pickles of it that user code makes.
 
     Args:
         root: The model.
@@ -65,32 +69,34 @@ class Locator:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._handles: list[Any] = []
+        self._handle: RemovableHandle | None = None
         self._forward: str | None = None
 
     def start(self) -> None:
-        """Adds the hooks."""
-        for name, module in self._root.named_modules():
-            if name and not any(True for _ in module.children()):
-                self._handles.append(module.register_forward_hook(self._hook(name)))
+        """Adds the hook."""
+        leaves = ((name, each) for name, each in self._root.named_modules() if not any(True for _ in each.children()))
+        names = {id(module): name for name, module in leaves if name}
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if id(module) in names:
+                self._look(names[id(module)], args, output)
+
+        self._handle = register_module_forward_hook(hook)
 
     def stop(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Removes the hook."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def report(self) -> str | None:
         """Where the newest forward went non-finite first, ``None`` if every layer's output was finite."""
         return self._forward
 
-    def _hook(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._forward is None and not is_functorch_active() and not is_finite(output):  # vmap hides values
-                place = "its output" if is_finite(args) else "its input, from the operations before it"
-                self._forward = f"{name} ({place})"
-
-        return hook
+    def _look(self, name: str, args: Any, output: Any) -> None:
+        if self._forward is None and not is_functorch_active() and not is_finite(output):  # vmap hides values
+            place = "its output" if is_finite(args) else "its input, from the operations before it"
+            self._forward = f"{name} ({place})"
 
 
 def is_finite(value: Any) -> bool:

@@ -97,6 +97,7 @@ class MovedTableController(TableController):
             self._reasons = {name: f"policy: {_WORDS[move]}" for name, move in self._named_moves() if move}
             return moved
         knobs = {name: value for name in _RUN_KNOBS if (value := getattr(moved, name)) is not None}
+        self._scale_base, self._moved_scale = proposal.loss_scale or 0.0, moved.loss_scale or 0.0
         # the table counts what it raises itself, so it is not told of formats that were moved
         action = super().request_for(replace(proposal, **knobs))
         wanted = {unit.name: (moved.precision or {}).get(unit.name, unit.format) for unit in units}

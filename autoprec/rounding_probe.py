@@ -1,12 +1,14 @@
 """Measures, in a window that is taken for a plan, what rounding a unit to a format would do to loss and gradients.
 
-Nothing is rounded in the run itself. Hooks are on the modules for the time of a forward only; they keep samples of
-inputs and outputs, see the gradients of the outputs when they come, and round the samples. What does not live here: the
-sums over them (``unit_rounding``), the rounding (``what_if``) and the plan (``autoprec.policies``).
+Nothing is rounded in the run itself. A hook on all modules, for the time of a forward only, keeps samples of inputs and
+outputs, sees the gradients of the outputs when they come, and rounds the samples. None is put on a module: it would
+be in copies and pickles of the module that user code makes meanwhile. What does not live here: the sums over them
+(``unit_rounding``), the rounding (``what_if``) and the plan (``autoprec.policies``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parameter import is_lazy
 
 from autoprec.formats import get_format
@@ -81,12 +84,17 @@ class RoundingProbe:
             yield
             return
         states = [state for name in self._open for state in self._units[name].states]
-        handles = [state.module.register_forward_hook(self._hook_of(state)) for state in states]
+        looks = {id(state.module): self._look_of(state) for state in states}
+
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            if id(module) in looks:
+                looks[id(module)](args, output)
+
+        handle = register_module_forward_hook(look)
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            handle.remove()
             self._positions += self._last_positions
 
     def commit(self) -> None:
@@ -105,15 +113,15 @@ class RoundingProbe:
 
     # ---- measuring ----
 
-    def _hook_of(self, state: ModuleState) -> Callable[[nn.Module, Any, Any], None]:
+    def _look_of(self, state: ModuleState) -> Callable[[Any, Any], None]:
         unit = self._open[state.name]
 
-        def note_call(module: nn.Module, args: Any, output: Any) -> None:
+        def note_call(args: Any, output: Any) -> None:
             y = first_tensor(output)
             if y is None or not is_measurable(y) or self._is_elsewhere():
                 return
             with torch.no_grad():
-                self._last_positions = y.numel() / (y.shape[1] if state.unit.kind == "conv" else y.shape[-1])
+                self._last_positions = y.numel() / _width(y, state.unit.kind)
                 sample = take_sample(y)
                 unit.note_call(y.numel() * state.fan_in, sample)
                 x = first_tensor(args)
@@ -201,20 +209,39 @@ def _note_weight(unit: UnitRounding, parameter: Tensor, grad: Tensor, factor: fl
     unit.note_weight(take_sample(weight), sample, step, weight.ndim > 1)
 
 
+def _width(y: Tensor, kind: str) -> int:
+    """Elements of an output that belong together; a layer with a loss of its own puts out a single one."""
+    axis = 1 if kind == "conv" and y.ndim > 1 else -1
+    return y.shape[axis] if y.ndim else 1
+
+
 def _step_of(parameter: Tensor, gradient: Tensor, optimizer: Any, is_whole: bool) -> Tensor:
-    """What the newest gradient contributes to an optimizer step, up to its sign; on a sample."""
+    """What the newest gradient contributes to an optimizer step, up to its sign; on a sample.
+
+    Settings have the names of Adam's where an optimizer works as Adam does; under the same names others may keep
+    anything.
+    """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     groups = optimizer.param_groups
     group: dict[str, Any] = next((group for group in groups if any(each is parameter for each in group["params"])), {})
-    rate, betas = float(group.get("lr", 1.0)), group.get("betas")
-    if betas is None:
+    rate, betas = _number(group.get("lr"), 1.0), group.get("betas")
+    first, second = map(_number, betas[:2]) if isinstance(betas, (tuple, list)) and len(betas) > 1 else (math.nan,) * 2
+    if math.isnan(first + second):
         return gradient * rate
-    rate *= 1.0 - float(betas[0])
-    eps = float(group.get("eps", 0.0)) or 1e-30
-    second = optimizer.state.get(parameter, {}).get("exp_avg_sq")
-    if not is_whole or second is None or second.shape != parameter.shape:
+    rate *= 1.0 - first
+    eps = _number(group.get("eps"), 0.0) or 1e-30
+    state = optimizer.state.get(parameter, {})
+    moment, steps = state.get("exp_avg_sq"), _number(state.get("step"), 0.0)
+    is_known = isinstance(moment, Tensor) and is_measurable(moment) and moment.shape == parameter.shape
+    if not is_whole or not is_known:
         return rate * gradient / (gradient.abs() + eps)
     # the running mean is biased towards its start, which matters in the first steps only
-    steps = float(optimizer.state[parameter].get("step", 0.0))
-    unbiased = take_rows(second) / (1.0 - float(betas[1]) ** steps if steps else 1.0)
+    bias = 1.0 - second**steps if steps else 1.0
+    unbiased = take_rows(moment) / (bias or 1.0)
     return rate * gradient / (unbiased.sqrt() + eps)
+
+
+def _number(value: Any, other: float = math.nan) -> float:
+    """Returns a setting as a float, ``other`` if it is not one number."""
+    is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    return float(value) if is_number else other

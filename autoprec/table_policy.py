@@ -29,6 +29,7 @@ Array = NDArray[np.float64]
 _TOLERATED = 1.25
 _MARGIN = 2.0
 _MAX_DOUBLINGS = 6
+_MAX_WAIT_DOUBLINGS = 30
 _SCALE_BITS = 2.0
 _SAME_CLIP = 0.01
 
@@ -52,7 +53,9 @@ class TableController(Controller):
 
     **Loss scale.** The power of two that leaves ``headroom_bits`` between the largest gradient of the units that need
     one and the end of the range of their formats. It is set when that is two bits or more away, and not raised after a
-    skipped step; in between the automaton of the loss scale goes on. One that the user has chosen stays
+    skipped step; in between the automaton of the loss scale goes on. A raise that did not last until the next decision
+    is tried again two decisions later, twice as many after each further time, and by two bits only: a loss in fp16
+    overflows under a scale that its gradients in the layers would bear. One that the user has chosen stays
     (``LossScaleConfig.init_scale``, a GradScaler of another scale than 65536, a request).
 
     **Clip threshold.** ``TableSettings.clip`` times the running median, once ``ClipConfig.min_norms`` norms are known.
@@ -85,6 +88,9 @@ class TableController(Controller):
         self._has_choice = True
         self._first_size = 0
         self._asked_size = 0
+        self._raised_scale = 0.0  # by the latest decision, 0 if that did not raise it
+        self._scale_wait = self._scale_failures = 0
+        self._scale_base = self._moved_scale = 0.0  # what was proposed last, and what was made of it
 
     def start(self, names: Sequence[str], legal: Sequence[tuple[str, ...]]) -> None:
         """Forgets an earlier run.
@@ -110,6 +116,7 @@ class TableController(Controller):
         """
         self._units, self._run = tuple(units), run
         self._note_held(units)
+        self._note_scale(run)
         self._has_choice = any(len(unit.legal) > 1 or unit.held for unit in units)
         formats = dict(zip((unit.name for unit in units), self._formats(units), strict=True))
         self._proposal = Proposal(
@@ -125,6 +132,13 @@ class TableController(Controller):
         for name in held - self._held:
             self._raises[name] = self._raises.get(name, 0) + 1
         self._held = held
+
+    def _note_scale(self, run: GlobalReading) -> None:
+        self._scale_wait = max(self._scale_wait - 1, 0)
+        if _is_scaled(run) and run.loss_scale < self._raised_scale:
+            self._scale_failures += 1
+            self._scale_wait = 2 ** min(self._scale_failures, _MAX_WAIT_DOUBLINGS)
+        self._raised_scale = 0.0
 
     def _formats(self, units: Sequence[UnitReading]) -> list[str]:
         if not units:
@@ -160,9 +174,15 @@ class TableController(Controller):
             return None
         low, high = run.loss_scale_limits
         scale = min(max(float(wanted[0]), low), high)
-        bits = math.log2(scale / run.loss_scale)
-        is_near = abs(bits) < _SCALE_BITS or (bits > 0 and run.applied_share < 1.0)
-        return run.loss_scale if is_near and _is_scaled(run) else scale
+        if not _is_scaled(run):
+            return scale
+        # somebody may have moved what was proposed; what is near to the proposal is no reason for another one
+        base = self._scale_base if run.loss_scale == self._moved_scale else run.loss_scale
+        bits = math.log2(scale / base)
+        is_early = bits > 0 and (run.applied_share < 1.0 or self._scale_wait > 0)
+        if abs(bits) < _SCALE_BITS or is_early:
+            return base
+        return min(scale, base * 2.0**_SCALE_BITS) if self._scale_failures else scale
 
     def _clip(self, run: GlobalReading) -> float | None:
         median = run.median_norm
@@ -216,6 +236,7 @@ class TableController(Controller):
             if rank(wanted) < rank(unit.format):
                 self._raises[unit.name] = self._raises.get(unit.name, 0) + 1
         scale = None if proposal.loss_scale == run.loss_scale and _is_scaled(run) else proposal.loss_scale
+        self._raised_scale = scale if scale is not None and scale > run.loss_scale else 0.0
         clip = None if proposal.clip == run.clip_threshold else proposal.clip
         size = proposal.batch_size
         size = None if size in (None, run.batch_size, self._asked_size) else size
@@ -265,7 +286,7 @@ class TableController(Controller):
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what was raised, when the next look is due, and which batch sizes there were."""
+        """Returns what was raised, when the next look is due, and which batch sizes and scales there were."""
         return {
             "raises": dict(self._raises),
             "held": sorted(self._held),
@@ -274,6 +295,11 @@ class TableController(Controller):
             "has_choice": self._has_choice,
             "first_size": self._first_size,
             "asked_size": self._asked_size,
+            "raised_scale": self._raised_scale,
+            "scale_wait": self._scale_wait,
+            "scale_failures": self._scale_failures,
+            "scale_base": self._scale_base,
+            "moved_scale": self._moved_scale,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -287,6 +313,11 @@ class TableController(Controller):
         self._wait, self._looks = int(state["wait"]), int(state["looks"])
         self._has_choice = bool(state["has_choice"])
         self._first_size, self._asked_size = int(state["first_size"]), int(state["asked_size"])
+        # not in a checkpoint of an earlier version
+        self._scale_wait, self._scale_failures = (int(state.get(key, 0)) for key in ("scale_wait", "scale_failures"))
+        self._raised_scale, self._scale_base, self._moved_scale = (
+            float(state.get(key, 0.0)) for key in ("raised_scale", "scale_base", "moved_scale")
+        )
 
 
 def _is_scaled(run: GlobalReading) -> bool:

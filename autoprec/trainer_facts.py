@@ -83,7 +83,8 @@ def progress(trainer: pl.Trainer) -> float:
 def learning_rate(trainer: pl.Trainer) -> float:
     """The largest learning rate of all optimizers, as their schedules have set it; NaN where none has one."""
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    return max((float(group["lr"]) for group in groups if "lr" in group), default=math.nan)
+    rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]  # some optimizers find their own
+    return max(rates, default=math.nan)
 
 
 def has_adaptive_optimizer(trainer: pl.Trainer) -> bool:

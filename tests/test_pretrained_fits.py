@@ -49,8 +49,8 @@ def _low_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def learned(folder: Path, network: PolicyNetwork | None = None, **options: Any) -> AutoPrecisionCallback:
     config = AutoPrecisionConfig(
-        formats=("fp32", "bf16", "fp16"),
-        loss_scale=LossScaleConfig(init_scale=128.0),
+        formats=options.pop("formats", ("fp32", "bf16", "fp16")),
+        loss_scale=options.pop("loss_scale", LossScaleConfig(init_scale=128.0)),
         table=options.pop("table", TableConfig(probe_every=1)),
     )
     return AutoPrecisionCallback(
@@ -72,6 +72,12 @@ def watched(callback: AutoPrecisionCallback, monkeypatch: pytest.MonkeyPatch) ->
     with monkeypatch.context() as patch:
         patch.setattr(network, "moves", moves, raising=False)
         yield seen
+
+
+def mean_of_squares(net: nn.Module, batch: Any, index: int) -> Tensor:
+    """A loss in float32, which bears any scale."""
+    output: Tensor = net(batch)
+    return output.float().square().mean()
 
 
 def deep(layers: int) -> nn.Module:
@@ -164,6 +170,22 @@ def test_the_proposal_moved_is_what_runs(tmp_path: Path, move: int, expected: st
     for reason in reasons:
         assert reason.startswith("policy 'policy:untrained': table: fp16")
         assert reason.endswith("; policy: bf16") == (move == 1)
+
+
+@pytest.mark.parametrize("move", [-1, 1])
+def test_a_constant_offset_of_the_loss_scale_is_one_offset(tmp_path: Path, move: int) -> None:
+    """The table does not propose anew what is near to its own proposal, so offsets must not add up."""
+    seed()
+    settings: dict[str, Any] = {"formats": ("fp32", "fp16"), "loss_scale": LossScaleConfig()}
+    network = PolicyNetwork(hidden=())
+    with torch.no_grad():
+        network.head.weight.zero_()
+        network.head.weight[move + 1, INDEX["knob_loss_scale"]] = 2.0
+    callback = learned(tmp_path, network, knobs=("precision", "loss_scale"), **settings)
+    cpu(callbacks=[callback]).fit(Task(deep(3), torch.randn(60 * 8, 6), loss=mean_of_squares))
+    history = [d for d in rows(callback.history, "loss_scale") if d.reason.startswith("policy")]
+    assert 2 <= len(history) < 5, "one when a scale is set, one for the offset; gradients shrink"
+    assert callback.loss_scale == history[-1].applied
 
 
 def test_batch_size_moves_where_it_is_switched_on(tmp_path: Path) -> None:

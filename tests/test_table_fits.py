@@ -6,6 +6,8 @@ Time budget: 30 s.
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,6 +29,7 @@ from autoprec import (
     Controller,
     GuardConfig,
     LossScaleConfig,
+    NonFiniteTrainingError,
     ScriptedController,
     TableConfig,
 )
@@ -171,6 +174,89 @@ def test_where_nothing_moves_training_is_the_same_bit_for_bit(
     assert_identical(looked, outcome_of(table(policy=ScriptedController()), make))
 
 
+class Copies(Task):
+    """Copies and pickles its layers in the middle of a step, as some average their weights."""
+
+    def __init__(self) -> None:
+        super().__init__(mlp(), torch.randn(96, 8))
+        self.copies: list[nn.Module] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.save(self.net, io.BytesIO())
+        self.copies.append(copy.deepcopy(self.net))
+        return super().training_step(batch, batch_idx)
+
+
+def test_copies_of_layers_made_in_a_look_hold_nothing_of_it() -> None:
+    seed()
+    module = Copies()
+    quiet(max_epochs=1, callbacks=[table(table=TableConfig(probe_every=1))]).fit(module)
+    assert not any(layer._forward_hooks for each in module.copies for layer in each.modules())
+
+
+@pytest.mark.filterwarnings("ignore:.*everything runs in fp32", "ignore:.*no step was applied")
+def test_copies_of_layers_made_while_the_origin_of_skipped_steps_is_sought_hold_nothing_of_it() -> None:
+    seed()
+    module = Copies()
+    module._loss = lambda net, batch, index: net(batch).sum() * math.nan
+    with pytest.raises(NonFiniteTrainingError):
+        quiet(max_epochs=5, callbacks=[table()]).fit(module)
+    assert not any(layer._forward_hooks for each in module.copies for layer in each.modules())
+    assert not nn.modules.module._has_any_global_hook()
+
+
+class OwnLoss(nn.Module):
+    """A layer with a matrix that puts out the loss, a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).square().mean()
+
+
+def test_a_layer_may_put_out_a_single_number() -> None:
+    def module() -> Task:
+        net = nn.Sequential(*mlp(), OwnLoss())
+        return Task(net, torch.randn(96, 8), loss=lambda net, batch, index: net(batch))
+
+    callback = fitted(table(), module)
+    assert callback.steering is not None
+    assert callback.steering.rounding.errors["net.5"].relative["bf16"] > 0
+
+
+class Unusual(torch.optim.SGD):
+    """Has settings under the names of Adam's that mean something else, as Adafactor and CAME have."""
+
+    def __init__(self, parameters: Any, settings: dict[str, Any]) -> None:
+        super().__init__(parameters, lr=0.1)
+        for group in self.param_groups:
+            group.update(settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1)
+            self.state[parameter] = {"exp_avg_sq": "elsewhere", "step": None}
+        return loss
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"lr": None}, {"betas": None}, {"betas": (None, 0.9)}, {"betas": (0.9, 0.99, 0.999), "eps": (1e-30, 1e-16)}],
+    ids=str,
+)
+def test_optimizers_with_settings_of_their_own(settings: dict[str, Any]) -> None:
+    def unusual() -> Task:
+        return Task(mlp(), torch.randn(96, 8), optimizer=lambda parameters: Unusual(parameters, settings))
+
+    callback = fitted(table(), unusual)
+    assert callback.applied_steps == 12
+    assert set(callback.precision_map().values()) == {"bf16"}
+
+
 def test_errors_are_looked_at_as_often_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     callback = table(table=TableConfig(probe_every=2), interval=2)
@@ -208,6 +294,22 @@ def test_the_loss_scale_is_as_large_as_the_gradients_let_it() -> None:
     assert callback.steering is not None
     largest = max(unit.gradient_amax for unit in callback.steering.rounding.errors.values())
     assert 65504 / 32 < callback.loss_scale * largest <= 65504 / 4
+
+
+def test_a_loss_scale_that_the_loss_itself_does_not_bear_is_not_set_again_and_again() -> None:
+    """An fp16 loss gets the scale as its gradient, which no layer's gradient shows."""
+
+    def small() -> Task:
+        return Task(mlp(), torch.randn(240 * 8, 8), loss=lambda net, batch, index: (net(batch) * 1e-4).abs().mean())
+
+    callback = fitted(table("fp32", "fp16", interval=2), small)
+    history: list[Any] = rows(callback.history, "loss_scale")
+    raised = [d for d in history if d.reason.startswith("policy")]
+    assert raised[0].applied == 2.0**24
+    assert all(d.applied <= 4 * d.before for d in raised[1:])
+    assert 1 < len(raised) < 5
+    assert callback.skipped_steps < 9 + 3 * len(raised)
+    assert set(callback.precision_map().values()) == {"fp16"}
 
 
 @pytest.mark.parametrize("how", ["setting", "scaler", "request"])
