@@ -319,7 +319,9 @@ def test_the_loss_scale_leaves_headroom() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "match"), [({"mode": "absolute"}, "Modes are"), ({"runs": 0}, "runs=0")], ids=["mode", "runs"]
+    ("options", "match"),
+    [({"mode": "absolute"}, "Modes are"), ({"runs": 0}, "runs=0"), ({"max_decisions": 0}, "1 at least")],
+    ids=["mode", "runs", "limit"],
 )
 def test_bad_arguments_are_named(tasks: list[tuple[Task, Twin]], options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
