@@ -161,8 +161,13 @@ def test_masks_say_which_moves_lead_somewhere(tasks: list[tuple[Task, Twin]], mo
     for _ in range(10):
         masks = env.action_masks()
         assert masks[:, 1].all()
-        np.testing.assert_array_equal(masks[:, 0], observation[:, INDEX["can_lower"]] == 1.0)
-        np.testing.assert_array_equal(masks[:, 2], observation[:, INDEX["can_raise"]] == 1.0)
+        if mode == "ladder":  # rows say what may be done from where knobs are, masks from what moves are relative to
+            np.testing.assert_array_equal(masks[:, 0], observation[:, INDEX["can_lower"]] == 1.0)
+            np.testing.assert_array_equal(masks[:, 2], observation[:, INDEX["can_raise"]] == 1.0)
+        else:
+            clip, last_of_run = env.proposals()[3], np.flatnonzero(np.diff(env.run_of_row, append=-1))
+            np.testing.assert_array_equal(masks[last_of_run, 0], clip > 0)
+            np.testing.assert_array_equal(masks[last_of_run, 2], clip < len(CLIP_MULTIPLIERS) - 1)
         observation, *_ = step(env, random_actions(env, rng))
         s = env.simulation
         assert ((s.level >= 0) & (s.level < s.levels[:, None])).all()

@@ -325,7 +325,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", full)
-        for write in (lambda: state.save(folder), lambda: write_json(folder / RESULT_FILE, {})):
+        for write in (partial(state.save, folder), partial(write_json, folder / RESULT_FILE, {})):
             with pytest.raises(OSError, match=r"No space left on device: '.*policy/"):
                 write()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
