@@ -27,6 +27,9 @@ TABLE_SD = 0.03
 """Least error of an entry of a table."""
 TIME_SD = 0.02
 """Error of a measured step time."""
+TIME_RANGE = (0.01, 1e6)
+"""Times that steps may have, relative to the first one. What a clock shows of shorter ones is as wrong as of these, so
+that no measurement is taken for exact; longer ones, and those that are no times, tell nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +78,7 @@ class CostEstimate:
             chosen: ``[n]``: indices of the runs.
             share: ``[n, units]``: share of each unit in the compute, 0 where there is no unit.
             guess: ``[n, levels]``: cost of a level relative to the first, as one would guess.
-            table: ``[n, units, levels]``: the same as a table has it, NaN where there is none.
+            table: ``[n, units, levels]``: the same as a table has it; what is no time above 0, as NaN, is left out.
             compute_share: ``[n]``: share of the units' compute in the first step time.
             times: Of steps on the first level, for these runs.
         """
@@ -103,13 +106,16 @@ class CostEstimate:
             batch: ``[runs]``: index of the batch size.
             step_time: ``[runs]``: relative to the first step.
             other: ``[runs]``: what of it is known to be due to something else, casts between units for example.
-            is_new: ``[runs]``: whether there is anything to learn.
+            is_new: ``[runs]``: whether there is anything to learn; nothing is learnt from what is no time.
         """
+        least, most = TIME_RANGE
+        is_new = is_new & (step_time > 0) & (step_time <= most) & np.isfinite(other)
         design = self._design(level, batch)
         spread = np.einsum("nij,nj->ni", self._covariance, design)
-        variance = (design * spread).sum(axis=1) + (TIME_SD * step_time) ** 2
+        time = np.where(is_new, np.maximum(step_time, least), 1.0)
+        variance = (design * spread).sum(axis=1) + (TIME_SD * time) ** 2
         gain = np.where(is_new[:, None], spread / variance[:, None], 0.0)
-        error = step_time - other - (design * self._mean).sum(axis=1)
+        error = np.where(is_new, step_time - other, 0.0) - (design * self._mean).sum(axis=1)
         self._mean += gain * np.where(is_new, error, 0.0)[:, None]
         self._covariance -= gain[:, :, None] * spread[:, None, :]
 
@@ -186,7 +192,7 @@ def _costs_after_table(guess: Array, table: Array, is_unit: Array) -> tuple[Arra
         Means ``[n, units, levels]`` and covariances ``[n, levels - 1, units, units]``.
     """
     n, units, levels = table.shape
-    known = ~np.isnan(table) & is_unit[:, :, None]
+    known = (table > 0) & np.isfinite(table) & is_unit[:, :, None]
     log = np.log(np.where(known, table, 1.0))[:, :, 1:]
     known = known[:, :, 1:]
     count = np.maximum(known.sum(axis=1, keepdims=True), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,26 @@ def write_json(path: Path, value: Any, allow_nan: bool = True) -> None:
         ValueError: If there is such a number and it may not be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, (json.dumps(value, indent=1, allow_nan=allow_nan) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all; nothing is left of one that could not be written.
+
+    Args:
+        path: File to write, in a folder that exists.
+        content: What it is to hold.
+    """
     partial = path.with_suffix(f".{os.getpid()}.part")
-    partial.write_text(json.dumps(value, indent=1, allow_nan=allow_nan) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError) and error.filename is None:  # of a disk that is full
+            error.filename = str(path)
+        raise
 
 
 def read_json(path: Path) -> Any:
@@ -33,5 +51,5 @@ def read_json(path: Path) -> Any:
     """
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None

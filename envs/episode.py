@@ -350,7 +350,16 @@ class Course:
                 f"`{self.source.name}` trains without end. Give its Trainer `max_epochs` or `max_steps`, or pass"
                 " `TrainingEnv(budget=...)`, a number of optimizer steps."
             )
-        trainer.fit(setup.module, **fit_arguments(self.source.name, setup.data))
+        try:
+            trainer.fit(setup.module, **fit_arguments(self.source.name, setup.data))
+        except ValueError as error:
+            interrupt = error.__context__
+            if not isinstance(interrupt, KeyboardInterrupt):
+                raise
+            # raised by code of the user's; Lightning wants to end that with a signal handler, for which this is the
+            # wrong thread
+            callback.on_exception(trainer, setup.module, interrupt)
+            raise interrupt from None
 
 
 def _is_endless(trainer: Any) -> bool:

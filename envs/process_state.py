@@ -12,17 +12,61 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
 
 _LOGGERS = tuple(logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric"))
-_FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+_Flag = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def _attribute(path: str) -> _Flag:
+    """A flag of ``torch.backends``; ``None`` where this torch has it not, or cannot say what it is."""
+    *owners, name = path.split(".")
+
+    def owner() -> Any:
+        return reduce(getattr, owners, torch.backends)
+
+    def get() -> Any:
+        try:
+            return getattr(owner(), name)
+        except (AttributeError, RuntimeError):  # the latter where old and new names of a flag were both set
+            return None
+
+    def put(value: Any) -> None:
+        if value is not None:
+            setattr(owner(), name, value)
+
+    return get, put
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # old and new names of the flag were both set
+        return None
+
+
+def _set_matmul_precision(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
+
+
+_FLAGS: tuple[_Flag, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (lambda: torch.backends.cudnn.benchmark, lambda value: setattr(torch.backends.cudnn, "benchmark", value)),
-    (lambda: torch.backends.cudnn.deterministic, lambda value: setattr(torch.backends.cudnn, "deterministic", value)),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda value: torch.set_anomaly_enabled(*value),
+    ),
+    *map(_attribute, ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.allow_tf32")),
+    (_matmul_precision, _set_matmul_precision),
+    # what the two before set has names of its own, the general ones first
+    *map(_attribute, ("fp32_precision", "cudnn.fp32_precision", "mkldnn.fp32_precision")),
+    *map(_attribute, ("cuda.matmul.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision")),
+    *(_attribute(f"mkldnn.{kind}.fp32_precision") for kind in ("matmul", "conv", "rnn")),
 )
 
 

@@ -5,7 +5,7 @@ The kinds are archetypes that span what hardware can reward; real devices are in
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from autoprec.envs.engine import FORMATS
 
@@ -19,8 +19,14 @@ class Range(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    low: float
-    high: float
+    low: float = Field(allow_inf_nan=False)
+    high: float = Field(allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check(self) -> Range:
+        if self.low > self.high:
+            raise ValueError(f"Passed a range from {self.low} to {self.high}. The lower end comes first.")
+        return self
 
     @property
     def middle(self) -> float:

@@ -7,6 +7,7 @@ not: running it (``engine``), paying for it (``costs``) and its fp32 twin (``twi
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,16 @@ LADDERS: tuple[tuple[str, ...], ...] = (
 )
 """Formats that a task may use, from wide to narrow."""
 MAX_LEVELS = max(map(len, LADDERS))
+_LIMITS = {
+    "probe_cost": (0.0, 1e6),
+    "lr_bits": (-64.0, 64.0),
+    "label_noise": (0.0, 1.0),
+    "loss_decades": (-30.0, 30.0),
+    "activation_bits": (-100.0, 100.0),
+    "gradient_bits": (-100.0, 100.0),
+    "mean": (-1e6, 1e6),
+}
+"""Where ranges of a distribution lie, so that what is drawn from them is a number."""
 REGIMES = ("standard", "drift", "late")
 """standard: ranges and events; drift: ranges that move at first and settle; late: long runs with a falling LR."""
 TABLES = ("exact", "wrong", "hidden")
@@ -86,8 +97,8 @@ class Distribution(BaseModel):
     devices: tuple[str, ...] = tuple(DEVICES)
     device_share: float = Field(default=0.5, ge=0.0, le=1.0)
     layer_widths: tuple[int, ...] = LAYER_WIDTHS
-    table_error: float = 0.7
-    costly_probes: float = 0.3
+    table_error: float = Field(default=0.7, ge=0.0, le=16.0)
+    costly_probes: float = Field(default=0.3, ge=0.0, le=1.0)
     probe_cost: Range = Range(low=0.5, high=2.0)
     time_noise: float = Field(default=0.02, ge=0.0, le=0.5)
     lr_bits: Range = Range(low=-1.5, high=1.0)
@@ -95,10 +106,10 @@ class Distribution(BaseModel):
     loss_decades: Range = Range(low=-6.0, high=1.0)
     activation_bits: Range = Range(low=-2.0, high=5.0)
     gradient_bits: Range = Range(low=-4.0, high=4.0)
-    large_means: float = 0.4
+    large_means: float = Field(default=0.4, ge=0.0, le=1.0)
     mean: Range = Range(low=4.0, high=32.0)
-    budget: int = Field(default=240, ge=16)
-    late_budget: int = Field(default=720, ge=16)
+    budget: int = Field(default=240, ge=16, le=10_000_000)
+    late_budget: int = Field(default=720, ge=16, le=10_000_000)
     steps: int = Field(default=8, ge=1, le=16)
     late_steps: int = Field(default=16, ge=1, le=16)
 
@@ -109,6 +120,11 @@ class Distribution(BaseModel):
             unknown = [value for value in getattr(self, name) if value not in allowed]
             if unknown or not getattr(self, name):
                 raise ValueError(f"Passed `{name}={getattr(self, name)}`. Choose at least one of {sorted(allowed)}.")
+        for name, values in (("widths", self.widths), ("units", self.units)):
+            if not values:
+                raise ValueError(f"Passed `{name}=()`. Give one at least.")
+        self._check_weights()
+        self._check_ranges()
         if any(width % 32 and width % 16 for width in self.widths) or min(self.widths) < 32:
             raise ValueError(f"Passed `widths={self.widths}`. Widths are multiples of 16 from 32 on.")
         if not self.layer_widths or min(self.layer_widths) < 1:
@@ -116,6 +132,31 @@ class Distribution(BaseModel):
         if not all(self.families(units) for units in self.units) or max(self.units) > MAX_UNITS:
             raise ValueError(f"Passed `units={self.units}`. One of them fits none of {self.architectures}.")
         return self
+
+    def _check_weights(self) -> None:
+        groups = {name: getattr(self, name) for name in ("regimes", "tables", "ladders")}
+        groups |= {"architectures": tuple(self.architectures.values())}
+        lengths = {"ladders": len(LADDERS)}
+        for name, weights in groups.items():
+            is_number = all(0.0 <= weight < math.inf for weight in weights)
+            if not (is_number and 0.0 < sum(weights) < math.inf) or len(weights) != lengths.get(name, len(weights)):
+                raise ValueError(
+                    f"Passed `{name}={getattr(self, name)}`. Weights are finite and not negative, their sum is above 0"
+                    f"{f', and there are {lengths[name]}' if name in lengths else ''}."
+                )
+        for units in self.units:
+            families = self.families(units)
+            if families and not sum(self.architectures[name] for name in families) > 0.0:
+                raise ValueError(
+                    f"Passed `architectures={self.architectures}`. None that can have {units} units has a weight above"
+                    " 0: raise one, or leave that number of units out."
+                )
+
+    def _check_ranges(self) -> None:
+        for name, (least, most) in _LIMITS.items():
+            given: Range = getattr(self, name)
+            if not least <= given.low <= given.high <= most:
+                raise ValueError(f"Passed `{name}` from {given.low} to {given.high}. It lies within {least} to {most}.")
 
     def families(self, units: int) -> list[str]:
         """Returns the architectures that can have a number of units."""

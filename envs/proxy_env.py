@@ -51,7 +51,7 @@ class ProxyVecEnv(VecEnv):
         threads: Threads to share runs out to.
 
     Raises:
-        ValueError: If there are no tasks, or a mode is not known.
+        ValueError: If there are no tasks, a mode is not known, or a limit is below 1.
     """
 
     def __init__(
@@ -72,6 +72,8 @@ class ProxyVecEnv(VecEnv):
             raise ValueError(f"Passed `ProxyVecEnv(mode={mode!r})`. Modes are {MODES}.")
         if not tasks or runs < 1:
             raise ValueError(f"Passed `ProxyVecEnv` {len(tasks)} tasks and runs={runs}. It needs one of each at least.")
+        if max_decisions is not None and not max_decisions >= 1:
+            raise ValueError(f"Passed `ProxyVecEnv(max_decisions={max_decisions!r})`. It is `None`, or 1 at least.")
         self.mode, self.settings, self.weights = mode, settings or TableSettings(), weights or RewardWeights()
         self.guard, self.max_decisions, self._is_shuffled, self._seed = guard, max_decisions, is_shuffled, seed
         self._queues, self._threads = _shared_out(tasks, runs), threads
@@ -214,7 +216,7 @@ class ProxyVecEnv(VecEnv):
         return self.proposals() if self.mode == "offset" else (s.level, s.loss_scale, s.batch_index, s.clip_index)
 
     def _legal_moves(self, base: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
-        """``[rows]``: which knobs may be lowered, and which raised, from these levels, scales and indices."""
+        """``[rows]``: which knobs may be lowered and which raised, from levels, loss scales, batch and clip indices."""
         s = self.simulation
         level, scale, batch, clip = base
         low, high = np.zeros((2, self.num_envs), dtype=bool)

@@ -96,5 +96,10 @@ class Clock:
 
         Args:
             time: How much.
+
+        Raises:
+            ValueError: If it is negative or not finite.
         """
+        if not 0.0 <= time < math.inf:
+            raise ValueError(f"`cost` said that a batch takes {time!r}. It must return a finite time, 0 at least.")
         self._spent += float(time)

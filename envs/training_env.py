@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import gymnasium
@@ -31,6 +32,9 @@ from autoprec.moved_table import MODES, Mode
 
 Array = NDArray[Any]
 
+_LEAST_LOSS = math.ulp(0.0)
+"""What stands for a loss of 0, which has no logarithm."""
+
 
 @dataclass(frozen=True)
 class TrainingTwin:
@@ -48,16 +52,16 @@ class TrainingTwin:
 
     def __post_init__(self) -> None:
         """Validates the fields."""
-        if not (0.0 < self.first_loss < math.inf and 0.0 < self.time < math.inf and self.last_loss < math.inf):
+        if not (0.0 < self.first_loss < math.inf and 0.0 < self.time < math.inf and 0.0 <= self.last_loss < math.inf):
             raise ValueError(
-                f"The fp32 twin gave {self}. Rewards are falls of the log loss in its time: the losses must be finite,"
-                " the first one and the time above 0. Pass `metric=` to choose another held-out loss."
+                f"The fp32 twin gave {self}. Rewards are falls of the log loss in its time: the losses must be finite"
+                " and not negative, the first one and the time above 0. Pass `metric=` to choose another held-out loss."
             )
 
     @property
     def progress(self) -> float:
         """Fall of the log loss, ``LEAST_PROGRESS`` at least, so that no reward explodes."""
-        fall = math.log(self.first_loss) - math.log(max(self.last_loss, math.ulp(0.0)))
+        fall = math.log(self.first_loss) - math.log(max(self.last_loss, _LEAST_LOSS))
         return max(fall, LEAST_PROGRESS)
 
 
@@ -131,7 +135,7 @@ class TrainingEnv(gymnasium.Env[Array, Array]):
         twin: TrainingTwin | None = None,
         render_mode: None = None,
     ) -> None:
-        if budget is not None and budget < 1:
+        if budget is not None and (not isinstance(budget, Integral) or isinstance(budget, bool) or budget < 1):
             raise ValueError(f"Passed `TrainingEnv(budget={budget!r})`. It must be a number of optimizer steps >= 1.")
         if mode not in MODES:
             raise ValueError(f"Passed `TrainingEnv(mode={mode!r})`. Modes are {MODES}.")
@@ -183,6 +187,7 @@ class TrainingEnv(gymnasium.Env[Array, Array]):
         self._thread = PausedThread(body, "autoprec-episode")
         report = self._resume(None)
         if report.ending is not None:
+            self._end_episode()
             raise RuntimeError(
                 f"The fit {_ENDED[report.ending]} before its first decision, which follows `interval`"
                 f" ({self._course.settings.interval}) applied optimizer steps and one more that is measured. Pass a"
@@ -276,7 +281,7 @@ class TrainingEnv(gymnasium.Env[Array, Array]):
         return flat
 
     def _reward(self, before: Report, after: Report, has_diverged: bool) -> float:
-        made = progress(np.array(before.loss), np.array(after.loss), np.array(self.twin.progress))
+        made = progress(_positive(before.loss), _positive(after.loss), np.array(self.twin.progress))
         share = min((after.time - before.time) / self.twin.time, 1.0)
         paid = reward(made, np.array(share), np.array(after.memory), np.array(has_diverged), self.weights)
         return float(paid)
@@ -284,12 +289,16 @@ class TrainingEnv(gymnasium.Env[Array, Array]):
     def _score(self, report: Report, has_diverged: bool) -> float:
         if has_diverged:
             return SCORE_RANGE[0]
-        return float(score(np.array(report.first_loss), np.array(report.loss), np.array(self.twin.progress)))
+        return float(score(_positive(report.first_loss), _positive(report.loss), np.array(self.twin.progress)))
 
     def _info(self, report: Report) -> dict[str, Any]:
         facts = {name: dict(value) if isinstance(value, dict) else value for name, value in report.facts.items()}
         ending = {} if report.ending is None else {"ending": report.ending}
         return {"seed": self._seed, "loss": report.loss, "time_share": report.time / self.twin.time, **facts, **ending}
+
+
+def _positive(loss: float) -> Array:
+    return np.array(loss if math.isnan(loss) else max(loss, _LEAST_LOSS))
 
 
 _ENDED = {"finished": "ended", "budget": "spent its budget of time", "diverged": "diverged"}

@@ -28,13 +28,16 @@ class TrainingRows(VecEnv):
         trainings: Environments, in a time limit if need be; each may train another module.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If there are none, or one comes twice.
+        TypeError: If one is no ``TrainingEnv``.
     """
 
     def __init__(self, trainings: Sequence[gymnasium.Env[Any, Any]]) -> None:
         if not trainings:
             raise ValueError("Passed `TrainingRows([])`. It needs one environment at least.")
         self.trainings = list(trainings)
+        if len({id(_inner(env)) for env in self.trainings}) < len(self.trainings):
+            raise ValueError("Passed `TrainingRows` an environment twice. Each trains one module: make one for each.")
         counts = [_inner(env).rows for env in self.trainings]
         self.run_of_row = np.repeat(np.arange(len(counts)), counts)
         """The training that each row belongs to."""
@@ -58,7 +61,10 @@ class TrainingRows(VecEnv):
 
     def step_async(self, actions: Array) -> None:
         """Takes one action for each row."""
-        self._actions = np.asarray(actions)
+        moves = np.asarray(actions)
+        if moves.shape != (self.num_envs,) or not np.isin(moves, (0, 1, 2)).all():
+            raise ValueError(f"Passed actions {list(moves.shape)}. There must be {self.num_envs}, each 0, 1 or 2.")
+        self._actions = moves
 
     def step_wait(self) -> VecEnvStepReturn:
         """Lets every training run to its next decision."""
@@ -118,8 +124,11 @@ class TrainingRows(VecEnv):
 
 
 def _inner(env: gymnasium.Env[Any, Any]) -> TrainingEnv:
-    inner = env.unwrapped
-    assert isinstance(inner, TrainingEnv)
+    inner = getattr(env, "unwrapped", env)
+    if not isinstance(inner, TrainingEnv):
+        raise TypeError(
+            f"Passed `TrainingRows` a `{type(inner).__qualname__}`. It takes `TrainingEnv`s, wrapped or not."
+        )
     return inner
 
 

@@ -11,7 +11,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
 
@@ -27,6 +28,9 @@ from autoprec.target_functions import (
 Source = str | Callable[..., Any] | Sequence[Any]
 """``package.module:function`` or ``file.py:function``; a function that returns module, data and Trainer arguments; or
 module, data and, if there are any, Trainer arguments."""
+
+_DROPPED = (AutoPrecisionCallback, Checkpoint, ProgressBar)
+"""Callbacks of the user's that are taken out."""
 
 
 class SetupSource:
@@ -44,7 +48,7 @@ class SetupSource:
     """
 
     def __init__(self, source: Source) -> None:
-        self._latest: weakref.ref[Any] | None = None
+        self._latest: list[weakref.ref[Any]] = []
         if isinstance(source, str):
             self.name, self._build = source, _named(source)
         elif callable(source):
@@ -66,16 +70,28 @@ class SetupSource:
             seed: Given to a function that has a parameter ``seed``.
 
         Raises:
-            TargetError: If the user's function returned something else, or the same module as before.
+            TargetError: If the user's function returned something else, or the same module or callback as before.
         """
         setup = self._build(seed)
-        if self._latest is not None and self._latest() is setup.module:
+        before = [reference() for reference in self._latest]
+        callbacks = [each for each in _listed(setup.arguments.get("callbacks")) if not isinstance(each, _DROPPED)]
+        self._check_is_new("module", setup.module, before)
+        for callback in callbacks:
+            if isinstance(callback, Callback) and callback.state_dict():  # others remember nothing
+                self._check_is_new(type(callback).__qualname__, callback, before)
+        self._latest = [weakref.ref(each) for each in (setup.module, *callbacks)]
+        if isinstance(setup.data, LightningDataModule):
+            self._latest.append(weakref.ref(setup.data))
+            if _is_among(setup.data, before):  # one fit must not tear down what another one works with
+                return setup._replace(data=copy.copy(setup.data))
+        return setup
+
+    def _check_is_new(self, what: str, value: Any, before: Sequence[Any]) -> None:
+        if _is_among(value, before):
             raise TargetError(
-                f"`{self.name}` returned the same module twice. Each episode trains a new one: make it inside of the"
+                f"`{self.name}` returned the same {what} twice. Each episode trains a new one: make it inside of the"
                 " function, or pass module and data instead of a function, which are copied."
             )
-        self._latest = weakref.ref(setup.module)
-        return setup
 
 
 def _named(text: str) -> Callable[[int], TrainingSetup]:
@@ -129,8 +145,7 @@ def trainer_arguments(arguments: dict[str, Any], callbacks: Sequence[Any]) -> di
         arguments: The user's.
         callbacks: What is added.
     """
-    dropped = (AutoPrecisionCallback, Checkpoint, ProgressBar)
-    own = [callback for callback in _listed(arguments.get("callbacks")) if not isinstance(callback, dropped)]
+    own = [callback for callback in _listed(arguments.get("callbacks")) if not isinstance(callback, _DROPPED)]
     edited = dict(arguments)
     edited["callbacks"] = [*own, *callbacks]
     edited["logger"] = DummyLogger() if arguments.get("logger", True) else False
@@ -164,3 +179,7 @@ def _listed(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+
+
+def _is_among(value: Any, others: Sequence[Any]) -> bool:
+    return any(value is other for other in others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from autoprec.envs.costs import learning_rate
 from autoprec.envs.engine import MAX_STEPS, Engine
 from autoprec.envs.proxies import BASE_BATCH, BATCH_SIZES, Bank, Task
 from autoprec.envs.reward import LEAST_PROGRESS
+from autoprec.json_files import write_whole
 from autoprec.ops import native
 
 CHUNK = 64
@@ -96,11 +98,13 @@ def bank_twins(
     stored = _load(path)
     good = sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] == pair[1], zip(stored, marks, strict=False)))
     rows = stored if good == len(bank) else stored[:good]  # those of a longer bank are kept
+    is_kept = True
     for start in range(len(rows), len(bank), CHUNK):
         chunk = range(start, min(start + CHUNK, len(bank)))
         trained = run_twins([tasks[index] for index in chunk], threads=threads)
         rows += [[marks[index], *twin] for index, twin in zip(chunk, trained, strict=True)]
-        _save(path, rows)
+        if is_kept:
+            is_kept = _is_saved(path, rows)
         if progress is not None:
             progress(len(rows), len(bank))
     return [Twin(float(first), float(last)) for _, first, last in rows[: len(bank)]]
@@ -114,12 +118,23 @@ def _mark(task: Task) -> int:
 def _load(path: Path) -> list[list[Any]]:
     try:
         return [[int(mark), float(first), float(last)] for mark, first, last in json.loads(path.read_text("utf-8"))]
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         return []  # nothing there yet, or half a file of another program: it is made anew
+
+
+def _is_saved(path: Path, rows: list[list[Any]]) -> bool:
+    try:
+        _save(path, rows)
+    except OSError as error:
+        warnings.warn(
+            f"The fp32 twins of proxy tasks could not be kept in `{path.parent}` ({error.strerror or error}), so they"
+            " are trained anew each time. Set AUTOPREC_CACHE_DIR to a folder that can be written.",
+            stacklevel=4,
+        )
+        return False
+    return True
 
 
 def _save(path: Path, rows: list[list[Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps(rows), encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, json.dumps(rows).encode())

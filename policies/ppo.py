@@ -26,10 +26,10 @@ from autoprec.envs.proxy_env import ProxyVecEnv, load_tasks
 from autoprec.envs.twins import Twin
 from autoprec.json_files import read_json, write_json
 from autoprec.policies.network import PolicyNetwork
-from autoprec.policies.policy_file import PolicyCard, save_policy
+from autoprec.policies.policy_file import PolicyCard, load_policy, save_policy
 from autoprec.policies.row_policy import RowPolicy, to_network
 from autoprec.policies.train_settings import SettingsError, Stage, TrainSettings, schedule
-from autoprec.policies.training_state import RESULT_FILE, TrainingState, claim_folder, load_state
+from autoprec.policies.training_state import RESULT_FILE, TrainingState, claim_folder, is_result, load_state
 from autoprec.policies.training_watch import Metrics, OnProgress, Progress, Watch
 from autoprec.policies.validation import Validation
 
@@ -64,12 +64,21 @@ def train_policy(
         FloatingPointError: If weights are no longer finite.
     """
     claim_folder(folder, settings, seed)
-    if read_json(folder / RESULT_FILE) is not None:
+    if is_result(read_json(folder / RESULT_FILE)) and _has_policy(folder):
         return folder
     tell = progress or (lambda now: None)
     with _left_as_found():
         _Training(settings, seed, folder, tell).run(writers)
     return folder
+
+
+def _has_policy(folder: Path) -> bool:
+    """Whether the policy of a finished training is still there; if not, it is written anew from the checkpoint."""
+    try:
+        load_policy(folder)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def bank_tasks(settings: TrainSettings, tell: OnProgress = lambda now: None) -> tuple[Tasks, Tasks]:
@@ -161,8 +170,15 @@ class _Training:
         model.set_logger(self._logger)
         model.num_timesteps = state.rollouts * rows
         if state.policy:
-            model.policy.load_state_dict(state.policy)
-            model.policy.optimizer.load_state_dict(state.optimizer)
+            try:
+                model.policy.load_state_dict(state.policy)
+                model.policy.optimizer.load_state_dict(state.optimizer)
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                what = " ".join(str(error).split())[:200]
+                raise SettingsError(
+                    f"Cannot go on from `{self._folder}`: its checkpoint does not fit the settings"
+                    f" ({what}). Choose another folder, or `--fresh` to begin anew."
+                ) from error
         return model
 
     def _prepare(self, model: PPO, env: ProxyVecEnv) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from autoprec.json_files import read_json, write_json
 from autoprec.own_process import end_with_parent, redirect_output
 from autoprec.policies.ppo import bank_tasks, train_policy
 from autoprec.policies.train_settings import TrainSettings
-from autoprec.policies.training_state import RESULT_FILE
+from autoprec.policies.training_state import RESULT_FILE, is_result
 from autoprec.policies.training_watch import Progress
 
 LOG_FILE = "train.log"
@@ -109,7 +109,7 @@ def _side_by_side(
             for seed, job in [(seed, job) for seed, job in running.items() if job.connection in ready]:
                 try:
                     progress(seed, Progress(*job.connection.recv()))
-                except (EOFError, ConnectionResetError):  # it has ended
+                except (EOFError, OSError):  # it has ended, in the middle of a message perhaps
                     job.process.join()
                     del running[seed]
                     if job.process.exitcode != 0:
@@ -172,19 +172,22 @@ def _last_lines(log: Path) -> str:
         return ""
 
 
-def select(out: Path, seeds: Sequence[int], circumstances: Mapping[str, Any]) -> dict[str, Any]:
+def select(
+    out: Path, seeds: Sequence[int], circumstances: Mapping[str, Any], *, failed: Container[int] = ()
+) -> dict[str, Any]:
     """Writes which seed is the best in validation, and why, and returns it.
 
     Args:
         out: Folder of all seeds.
         seeds: Among which to select; those that have not finished are left out.
         circumstances: Command, date and so on, for the record.
+        failed: Seeds whose training has failed; what their folders hold may be of other settings.
 
     Raises:
         ValueError: If none has finished.
     """
     results = {seed: read_json(folder_of(out, seed) / RESULT_FILE) for seed in seeds}
-    finished = {seed: result for seed, result in results.items() if result is not None}
+    finished = {seed: result for seed, result in results.items() if is_result(result) and seed not in failed}
     if not finished:
         raise ValueError(f"No training of seeds {list(seeds)} has finished in `{out}`. Run `autoprec train-policy`.")
     scores = {seed: result["best"]["score"] for seed, result in finished.items()}

@@ -11,18 +11,27 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from autoprec.encoding import FEATURES
 from autoprec.envs.proxies import BANKS, REGIMES, TABLES, Bank, Distribution
 from autoprec.envs.reward import RewardWeights
 from autoprec.feature_rows import RUN_KNOBS
+from autoprec.policies.network import MOVES
+from autoprec.policies.policy_file import MAX_WEIGHTS_BYTES
 from autoprec.table import TableSettings
 
 SECTION = "default"
+MAX_LAYERS = 8
+MAX_ROWS = 20_000_000
+"""Rows of a rollout, or of the statistics: 7 GB."""
+MAX_SCHEDULE = 1e38
+"""About what float32 can hold."""
 _FLATTENED = ("policy_kwargs", "env_kwargs")
 
 
@@ -152,8 +161,17 @@ class TrainSettings(BaseModel):
     @field_validator("net_arch")
     @classmethod
     def _has_widths(cls, widths: tuple[int, ...]) -> tuple[int, ...]:
-        if not widths or min(widths) < 1 or max(widths) > 1024:
-            raise ValueError(f"Passed `net_arch={widths}`. It has one width at least, each from 1 to 1024.")
+        if not 1 <= len(widths) <= MAX_LAYERS or min(widths) < 1 or max(widths) > 1024:
+            raise ValueError(
+                f"Passed `net_arch={widths}`. It has one width at least and {MAX_LAYERS} at most, each from 1 to 1024."
+            )
+        sizes = (len(FEATURES), *widths, len(MOVES))
+        weights = sum(inner * outer + outer for inner, outer in pairwise(sizes))
+        if 4 * weights > 0.9 * MAX_WEIGHTS_BYTES:  # the rest is for statistics and names
+            raise ValueError(
+                f"Passed `net_arch={widths}`. A policy may take {MAX_WEIGHTS_BYTES} bytes, this one would take about"
+                f" {4 * weights}. Choose fewer or narrower layers."
+            )
         return widths
 
     @model_validator(mode="after")
@@ -162,7 +180,14 @@ class TrainSettings(BaseModel):
         if ends and (ends != sorted(set(ends)) or ends[-1] != 1.0):
             raise ValueError(f"Passed a curriculum that ends at {ends}. Each stage ends later, the last one at 1.0.")
         units = (self.train.bank().distribution).units
-        self.check_rollout(self.n_steps * self.n_envs * (max(units) + RUN_KNOBS))
+        rows = self.n_envs * (max(units) + RUN_KNOBS)
+        self.check_rollout(self.n_steps * rows)
+        for name in ("n_steps", "statistics_steps"):
+            if getattr(self, name) * rows > MAX_ROWS:
+                raise SettingsError(
+                    f"Passed `{name}={getattr(self, name)}` and `n_envs={self.n_envs}`. Together they may have"
+                    f" {MAX_ROWS} rows in memory, these have {getattr(self, name) * rows}. Lower one of them."
+                )
         return self
 
     def check_rollout(self, rows: int) -> None:
@@ -227,8 +252,11 @@ def schedule(value: float | str) -> Callable[[float], float]:
         start = float(text.removeprefix("lin_"))
     except ValueError:
         start = math.nan
-    if not 0.0 < start < math.inf:
-        raise ValueError(f"Passed schedule {value!r}. Pass a number above 0, or `lin_` and a number, as `lin_1.5e-3`.")
+    if not 0.0 < start < MAX_SCHEDULE:
+        raise ValueError(
+            f"Passed schedule {value!r}. Pass a number above 0 and below {MAX_SCHEDULE:g}, or `lin_` and a number, as"
+            " `lin_1.5e-3`."
+        )
     if text.startswith("lin_"):
         return lambda share: start * (1.0 - share)
     return lambda share: start

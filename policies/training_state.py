@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autoprec.encoding import FEATURES, LIMIT
-from autoprec.json_files import read_json, write_json
+from autoprec.json_files import read_json, write_json, write_whole
 from autoprec.policies.policy_file import CARD_FILE, WEIGHTS_FILE
 from autoprec.policies.train_settings import SettingsError, TrainSettings
 
@@ -19,6 +20,7 @@ CHECKPOINT_FILE = "checkpoint.pt"
 SETTINGS_FILE = "settings.json"
 RESULT_FILE = "training.json"
 VERSION = 1
+_FILES = (CHECKPOINT_FILE, SETTINGS_FILE, RESULT_FILE, CARD_FILE, WEIGHTS_FILE)
 
 
 @dataclass(kw_only=True)
@@ -58,6 +60,23 @@ class TrainingState:
         """Mean score of the best validation, minus infinity before the first."""
         return float(self.validations[self.best_at]["score"]) if self.validations else -float("inf")
 
+    def check(self) -> None:
+        """Checks what was read from a file.
+
+        Raises:
+            ValueError: If it is not what a training has written.
+        """
+        for one in fields(self):
+            default, value = getattr(TrainingState(), one.name), getattr(self, one.name)
+            if not isinstance(value, type(default)):
+                raise ValueError(f"`{one.name}` is a `{type(value).__name__}`, not a `{type(default).__name__}`")
+        if self.low.shape != (len(FEATURES),) or self.high.shape != (len(FEATURES),):
+            raise ValueError("it was made for other features")
+        if not self.validations or not 0 <= self.best_at < len(self.validations) or not self.policy or not self.best:
+            raise ValueError("it was made before the first validation, or is incomplete")
+        if self.rollouts < 0 or not all({"score", "scores"} <= one.keys() for one in self.validations):
+            raise ValueError("its numbers are not those of a training")
+
     def widen(self, rows: Tensor) -> None:
         """Widens the training range by some rows.
 
@@ -73,9 +92,9 @@ class TrainingState:
             folder: Of the training.
         """
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        partial = folder / f"{CHECKPOINT_FILE}.{os.getpid()}.part"
-        torch.save({"version": VERSION, **values}, partial)
-        partial.replace(folder / CHECKPOINT_FILE)
+        content = io.BytesIO()  # torch says of a disk that is full no more than that something failed
+        torch.save({"version": VERSION, **values}, content)
+        write_whole(folder / CHECKPOINT_FILE, content.getvalue())
 
 
 def load_state(folder: Path) -> TrainingState | None:
@@ -95,7 +114,9 @@ def load_state(folder: Path) -> TrainingState | None:
         version = values.pop("version")
         if version != VERSION:
             raise ValueError(f"it has version {version}, this autoprec reads {VERSION}")
-        return TrainingState(**values)
+        state = TrainingState(**values)
+        state.check()
+        return state
     except Exception as error:  # torch.load raises about anything
         raise SettingsError(
             f"Cannot go on from `{path}`: {str(error)[:300]}. Choose another folder, or `--fresh` to begin anew."
@@ -111,9 +132,15 @@ def claim_folder(folder: Path, settings: TrainSettings, seed: int) -> None:
         seed: The same.
 
     Raises:
-        SettingsError: If it holds a training with other settings or another seed.
+        SettingsError: If it holds a training with other settings or another seed, or files of something else.
     """
     found = read_json(folder / SETTINGS_FILE)
+    held = [name for name in _FILES if os.path.lexists(folder / name)]
+    if found is None and held:  # of whatever settings, or somebody else's
+        raise SettingsError(
+            f"Cannot go on from `{folder}`: it holds {', '.join(held)}, and no `{SETTINGS_FILE}` that can be read says"
+            " what of. Choose another folder, or `--fresh` to remove these files."
+        )
     if found is None:
         write_json(folder / SETTINGS_FILE, {"seed": seed, "settings": settings.model_dump(mode="json")})
         return
@@ -133,5 +160,18 @@ def forget(folder: Path) -> None:
     Args:
         folder: Of the training.
     """
-    for name in (CHECKPOINT_FILE, SETTINGS_FILE, RESULT_FILE, CARD_FILE, WEIGHTS_FILE):
+    for name in _FILES:
         (folder / name).unlink(missing_ok=True)
+        for part in folder.glob(f"{Path(name).stem}*.part"):  # of a process that was killed
+            part.unlink(missing_ok=True)
+
+
+def is_result(found: Any) -> bool:
+    """Says whether what a file holds is the result of a training that has ended.
+
+    Args:
+        found: From ``training.json``.
+    """
+    if not isinstance(found, dict) or not isinstance(found.get("best"), dict):
+        return False
+    return isinstance(found["best"].get("score"), float) and isinstance(found.get("gain"), dict)

@@ -153,3 +153,41 @@ def test_runs_that_tell_nothing_new_and_padding_stay_as_they_are() -> None:
         step_times(1),
     )
     assert estimated.saving[0] == pytest.approx(before[0])
+
+
+@pytest.mark.parametrize("units", [1, 12])
+@pytest.mark.parametrize("times", ["ordinary", "short", "wild"])
+def test_the_covariance_stays_one_over_long_runs(units: int, times: str) -> None:
+    rng = np.random.default_rng(0)
+    made = CostEstimate(RUNS, units, LEVELS, BATCHES)
+    told, share = np.full((RUNS, units, LEVELS), np.nan), np.full((RUNS, units), 1 / units)
+    made.begin(np.arange(RUNS), share, np.tile(GUESS, (RUNS, 1)), told, np.full(RUNS, 0.8), step_times())
+    bad = [0.0, -1.0, np.inf, -np.inf, np.nan, 1e-300, 1e300]
+    for window in range(1500):
+        time = {
+            "ordinary": 1.0 + TIME_SD * rng.standard_normal(RUNS),
+            "short": np.full(RUNS, 1e-9),
+            "wild": np.full(RUNS, bad[window % len(bad)]) if window % 2 else 10.0 ** rng.uniform(-12, 12, RUNS),
+        }[times]
+        level, batch = rng.integers(0, LEVELS, (RUNS, units)), rng.integers(0, BATCHES, RUNS)
+        made.observe(level, batch, time, np.zeros(RUNS), np.ones(RUNS, dtype=bool))
+    covariance = made._covariance
+    assert np.isfinite(made.saving).all()
+    assert np.linalg.eigvalsh(covariance).min() > 0
+    assert np.abs(covariance - covariance.swapaxes(1, 2)).max() < 1e-15
+
+
+@pytest.mark.parametrize("time", [0.0, -1.0, np.inf, np.nan, 1e300])
+def test_what_is_no_time_tells_nothing(time: float) -> None:
+    one, other = estimate(), estimate()
+    observe(one, [1, 1, 1], time)
+    assert (one.saving == other.saving).all()
+    assert (one.optimistic(1.0) == other.optimistic(1.0)).all()
+
+
+@pytest.mark.parametrize("entry", [0.0, -1.0, np.inf])
+def test_what_is_no_time_in_a_table_is_left_out(entry: float) -> None:
+    table = np.tile([1.0, 0.5, 0.5, 0.4], (UNITS, 1))
+    without, broken = table.copy(), table.copy()
+    without[1, 2], broken[1, 2] = np.nan, entry
+    assert (estimate(broken).saving == estimate(without).saving).all()

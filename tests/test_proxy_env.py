@@ -161,9 +161,13 @@ def test_masks_say_which_moves_lead_somewhere(tasks: list[tuple[Task, Twin]], mo
     for _ in range(10):
         masks = env.action_masks()
         assert masks[:, 1].all()
-        if mode == "ladder":  # there, what leads somewhere begins where the knob is, as the features say
+        if mode == "ladder":  # rows say what may be done from where knobs are, masks from what moves are relative to
             np.testing.assert_array_equal(masks[:, 0], observation[:, INDEX["can_lower"]] == 1.0)
             np.testing.assert_array_equal(masks[:, 2], observation[:, INDEX["can_raise"]] == 1.0)
+        else:
+            clip, last_of_run = env.proposals()[3], np.flatnonzero(np.diff(env.run_of_row, append=-1))
+            np.testing.assert_array_equal(masks[last_of_run, 0], clip > 0)
+            np.testing.assert_array_equal(masks[last_of_run, 2], clip < len(CLIP_MULTIPLIERS) - 1)
         observation, *_ = step(env, random_actions(env, rng))
         s = env.simulation
         assert ((s.level >= 0) & (s.level < s.levels[:, None])).all()
@@ -336,7 +340,9 @@ def test_the_loss_scale_leaves_headroom() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "match"), [({"mode": "absolute"}, "Modes are"), ({"runs": 0}, "runs=0")], ids=["mode", "runs"]
+    ("options", "match"),
+    [({"mode": "absolute"}, "Modes are"), ({"runs": 0}, "runs=0"), ({"max_decisions": 0}, "1 at least")],
+    ids=["mode", "runs", "limit"],
 )
 def test_bad_arguments_are_named(tasks: list[tuple[Task, Twin]], options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):

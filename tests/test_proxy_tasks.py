@@ -175,9 +175,20 @@ def test_twins_are_kept_and_only_what_is_missing_is_trained(tmp_path: Path, monk
     assert trained == [1, 2, 1]
     assert twins.bank_twins(Bank("train", 2, distribution), folder=tmp_path) == again[:2]
     assert len(json.loads(file.read_text(encoding="utf-8"))) == 4
-    file.write_text("[[1.0,", encoding="utf-8")  # as a full disk leaves it
-    assert twins.bank_twins(Bank("train", 4, distribution), folder=tmp_path) == again
-    assert len(json.loads(file.read_text(encoding="utf-8"))) == 4
+    for content in ("[[1.0,", "[[Infinity, 1.0, 1.0]]", "[" * 100_000):  # as a full disk or another program leaves it
+        file.write_text(content, encoding="utf-8")
+        assert twins.bank_twins(Bank("train", 4, distribution), folder=tmp_path) == again
+        assert len(json.loads(file.read_text(encoding="utf-8"))) == 4
+
+
+def test_twins_that_cannot_be_kept_are_trained_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twins, "CHUNK", 1)
+    bank = Bank("train", 2, Distribution(architectures={"mlp": 1.0}, regimes=(1.0, 0.0, 0.0), budget=16))
+    (tmp_path / "file").write_text("in the way")
+    with pytest.warns(UserWarning, match="Set AUTOPREC_CACHE_DIR") as found:
+        made = twins.bank_twins(bank, folder=tmp_path / "file" / "twins")
+    assert len(found) == 1
+    assert made == twins.bank_twins(bank, folder=tmp_path / "good")
 
 
 def test_twins_that_learn_too_little_are_no_measure() -> None:

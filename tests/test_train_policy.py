@@ -5,11 +5,14 @@ Time budget: 30 s (two processes of their own).
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +25,9 @@ from gymnasium import spaces
 
 from autoprec.encoding import FEATURES, LIMIT
 from autoprec.json_files import read_json, write_json
-from autoprec.policies.policy_file import load_policy
+from autoprec.policies.policy_file import WEIGHTS_FILE, load_policy
 from autoprec.policies.train_settings import SettingsError, Stage
-from autoprec.policies.training_state import CHECKPOINT_FILE, RESULT_FILE, forget, load_state
+from autoprec.policies.training_state import CHECKPOINT_FILE, RESULT_FILE, SETTINGS_FILE, forget, load_state
 from tests.kernels import needs_cpu_kernels
 from tests.tiny_training import TASKS, tiny
 
@@ -246,8 +249,93 @@ def test_another_training_in_the_folder_is_named(trained: Path, tmp_path: Path) 
     with pytest.raises(SettingsError, match=r"Cannot go on from .*--fresh"):
         train_policy(tiny(decisions=32, segment=1), 0, folder)
     (folder / "notes.txt").write_text("mine")
+    (folder / "checkpoint.4711.part").write_text("of a process that was killed")
     forget(folder)
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("content", [None, "{half", "// of an editor"])
+def test_a_checkpoint_without_settings_is_nobodys(trained: Path, tmp_path: Path, content: str | None) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "copy"))
+    (folder / RESULT_FILE).unlink()
+    (folder / SETTINGS_FILE).unlink()
+    if content is not None:
+        (folder / SETTINGS_FILE).write_text(content)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(SettingsError, match=r"Cannot go on from .*--fresh"):
+        train_policy(tiny(gamma=0.5), 5, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def _changed(**values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        state = torch.load(folder / CHECKPOINT_FILE, weights_only=True)
+        torch.save({**state, **values}, folder / CHECKPOINT_FILE)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _changed(rollouts="x"),
+        _changed(policy={}),
+        _changed(policy={"value_net.weight": torch.zeros(2)}, rollouts=2),
+        _changed(low=torch.zeros(3)),
+        _changed(best_at=99),
+        _changed(validations=[{}]),
+        lambda folder: torch.save({"version": 1}, folder / CHECKPOINT_FILE),
+        lambda folder: torch.save([1], folder / CHECKPOINT_FILE),
+    ],
+    ids=["type", "no policy", "other policy", "features", "place", "validations", "empty", "list"],
+)
+def test_checkpoints_of_something_else_are_named(trained: Path, tmp_path: Path, change: Any) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "copy"))
+    (folder / RESULT_FILE).unlink()
+    change(folder)
+    with pytest.raises(SettingsError, match=r"Cannot go on from .*--fresh"):
+        train_policy(tiny(), 5, folder)
+
+
+@pytest.mark.parametrize("content", ["{}", "[1", "[]", '{"best": {}}'])
+def test_a_result_that_is_none_is_made_anew(trained: Path, tmp_path: Path, content: str) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "copy"))
+    (folder / RESULT_FILE).write_text(content)
+    (folder / WEIGHTS_FILE).unlink()
+    assert_same_training(trained, train_policy(tiny(), 5, folder))
+
+
+def test_a_policy_that_was_lost_is_written_anew(trained: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(trained, tmp_path / "copy"))
+    (folder / WEIGHTS_FILE).unlink()
+    assert_same_training(trained, train_policy(tiny(), 5, folder))
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = tmp_path / "policy"
+    train_policy(tiny(decisions=32, segment=1), 0, folder)
+    state = load_state(folder)
+    assert state is not None
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        for write in (partial(state.save, folder), partial(write_json, folder / RESULT_FILE, {})):
+            with pytest.raises(OSError, match=r"No space left on device: '.*policy/"):
+                write()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_results_of_seeds_that_failed_are_not_selected(trained: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        shutil.copytree(trained, tmp_path / f"seed-{seed}")
+    selection = seeds.select(tmp_path, [0, 1], {}, failed={0: "holds a training with other settings"})
+    assert (selection["selected"], selection["unfinished"]) == (1, [0])
 
 
 def test_seeds_side_by_side_are_those_of_single_trainings(trained: Path, tmp_path: Path) -> None:

@@ -95,6 +95,11 @@ def test_ctrl_c_says_how_to_go_on(config: Path, tmp_path: Path, monkeypatch: pyt
         (["--set", "batch_size=1"], "batch_size"),
         (["--config", "none.yaml"], "Cannot read"),
         (["--section", "slow"], "no section"),
+        (["--seeds", "0,00"], "Seeds are"),
+        (["--seeds", "1" * 30], "Seeds are"),
+        (["--set", "gamma=["], "no YAML"),
+        (["--set", "path=3"], "There is"),
+        (["--set", "section=x"], "There is"),
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else None,
 )
@@ -110,3 +115,13 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert done.exit_code == 1
     assert "gymnasium, stable_baselines3, wandb" in done.output
     assert "pip install '.[rl]' '.[wandb]'" in done.output
+
+
+def test_a_file_in_the_way_is_named(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "seed-0").write_text("mine")
+    for words in ([], ["--fresh"]):
+        done = call("--config", config, "--out", tmp_path, *words)
+        assert done.exit_code == 1
+        assert isinstance(done.exception, SystemExit)
+        assert "seed-0" in done.output
+    assert (tmp_path / "seed-0").read_text() == "mine"

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from autoprec.policies.train_settings import SettingsError, Stage, TrainSettings, load_settings, schedule
-from tests.tiny_training import tiny
+from tests.tiny_training import TASKS, tiny
 
 
 def test_the_shipped_file_says_what_the_defaults_are() -> None:
@@ -93,6 +93,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ({"ent_coef": float("nan")}, "ent_coef"),
         ({"net_arch": ()}, "one width at least"),
         ({"net_arch": (0,)}, "one width at least"),
+        ({"net_arch": (8,) * 9}, "8 at most"),
+        ({"net_arch": (1024,) * 8}, "fewer or narrower layers"),
+        ({"n_steps": 10**12}, r"`n_steps=1000000000000`.*Lower one of them"),
+        ({"statistics_steps": 10**12}, r"`statistics_steps=1000000000000`.*Lower one of them"),
+        ({"learning_rate": 1e300}, "below 1e[+]38"),
         ({"mode": "absolute"}, "mode"),
         ({"train": {"name": "trian"}}, "Banks are"),
         ({"train": {"size": 0}}, "size"),
@@ -108,6 +113,34 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_settings_that_no_training_can_have_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValidationError, match=match):
         tiny(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"architectures": {"mlp": 0.0}}, "their sum is above 0"),
+        ({"architectures": {"mlp": -1.0}}, "not negative"),
+        ({"architectures": {"mlp": 0.0, "recurrent": 1.0}, "units": (3, 5)}, "None that can have 5 units"),
+        ({"regimes": (0, 0, 0)}, "their sum is above 0"),
+        ({"tables": (-1, 1, 1)}, "not negative"),
+        ({"ladders": (1.0,)}, "there are 5"),
+        ({"ladders": (float("nan"), 1, 1, 1, 1)}, "finite"),
+        ({"units": ()}, "Give one at least"),
+        ({"widths": ()}, "Give one at least"),
+        ({"label_noise": {"low": 0.5, "high": 0.1}}, "The lower end comes first"),
+        ({"label_noise": {"low": float("nan"), "high": 1.0}}, "finite"),
+        ({"loss_decades": {"low": 400, "high": 500}}, r"lies within -30\.0 to 30\.0"),
+        ({"probe_cost": {"low": -2, "high": 1}}, "lies within 0"),
+        ({"table_error": -1.0}, "table_error"),
+        ({"table_error": float("nan")}, "table_error"),
+        ({"costly_probes": float("nan")}, "costly_probes"),
+        ({"budget": 10**30}, "budget"),
+    ],
+    ids=str,
+)
+def test_tasks_that_cannot_be_drawn_are_refused(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValidationError, match=match):
+        tiny(train={"distribution": {**TASKS, **changes}})
 
 
 def test_rollouts_are_cut_into_equal_parts_without_a_single_row() -> None:

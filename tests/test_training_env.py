@@ -9,8 +9,9 @@ import math
 import re
 import runpy
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -27,8 +28,8 @@ from tests.small_fits import QUIET, Full, Plain, differences, loader, quiet, row
 pytest.importorskip("gymnasium")
 import gymnasium
 
-from autoprec.envs.process_state import isolated
-from autoprec.envs.training_env import TrainingEnv
+from autoprec.envs.process_state import ProcessState, isolated
+from autoprec.envs.training_env import TrainingEnv, TrainingTwin
 from tests.test_docs import blocks
 from tests.training_envs import SETTINGS, Maker, make_env, nothing_left, play, random_moves
 
@@ -209,10 +210,13 @@ def test_targets_of_compare_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 def test_callbacks_of_the_user_are_kept_and_files_are_not_written(tmp_path: Path) -> None:
-    stop = EarlyStopping("val_loss", patience=0, stopping_threshold=1e9, check_on_train_epoch_end=False)
-    own = [ModelCheckpoint(dirpath=tmp_path), AutoPrecisionCallback(verbose=False), stop]
-    options = {"logger": True, "enable_checkpointing": True, "callbacks": own, "max_epochs": 3}
-    env = make_env(lambda: (Full(), (loader(), loader(32)), {**QUIET, **options}), interval=2)
+    def make() -> Any:
+        stop = EarlyStopping("val_loss", patience=0, stopping_threshold=1e9, check_on_train_epoch_end=False)
+        own = [ModelCheckpoint(dirpath=tmp_path), AutoPrecisionCallback(verbose=False), stop]
+        options = {"logger": True, "enable_checkpointing": True, "callbacks": own, "max_epochs": 3}
+        return Full(), (loader(), loader(32)), {**QUIET, **options}
+
+    env = make_env(make, interval=2)
     assert play(env)[2]["applied_steps"] == 8  # after one epoch
     assert list(tmp_path.iterdir()) == []
     env.close()
@@ -303,10 +307,12 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
         ("script.py", {}, TargetError, "pass `package.module:function`"),
         (lambda: Full(), {}, TargetError, "It must return (LightningModule, data, Trainer arguments)"),
         (Maker(), {"budget": 0}, ValueError, "optimizer steps >= 1"),
+        (Maker(), {"budget": float("nan")}, ValueError, "optimizer steps >= 1"),
+        (Maker(), {"budget": "3"}, ValueError, "optimizer steps >= 1"),
         (Maker(), {"mode": "absolute"}, ValueError, "Modes are ('offset', 'ladder')"),
         (Maker(), {"interval": 0}, ValueError, "`interval` must be an int >= 1"),
     ],
-    ids=["kind", "script", "result", "budget", "mode", "interval"],
+    ids=["kind", "script", "result", "budget", "no number", "text", "mode", "interval"],
 )
 def test_bad_arguments_are_named(make: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with nothing_left(), pytest.raises(error, match=re.escape(message)):
@@ -319,8 +325,12 @@ def test_trainings_that_cannot_be_episodes_are_named() -> None:
         make_env(lambda: (shared, loader(), {**QUIET, "max_epochs": 2})).reset()
     with pytest.raises(ValueError, match="trains without end"):
         make_env(Maker(max_epochs=-1))
-    with pytest.raises(RuntimeError, match="The fit ended before its first decision"):
-        make_env(interval=40).reset()
+    for options, how in (({"interval": 40}, "ended"), ({"budget": 2}, "spent its budget of time")):
+        env = make_env(**options)
+        with pytest.raises(RuntimeError, match=f"The fit {how} before its first decision"):
+            env.reset()
+        with pytest.raises(gymnasium.error.ResetNeeded):
+            env.step(np.ones(env.rows))
     with pytest.raises(ValueError, match=re.escape("metric='accuracy'")):
         make_env(metric="accuracy").reset()
     sizes = iter((8, 8, 8, 16))
@@ -357,3 +367,115 @@ def test_data_without_a_length_need_steps() -> None:
     env = make_env(lambda: (Plain(), iter(batches), {**QUIET, "max_steps": 20}))
     assert play(env)[2]["applied_steps"] == 20
     env.close()
+
+
+class Sloping(Full):
+    """Its held-out loss is 1 before training and a given one after it."""
+
+    last = 0.0
+    first_weights: float | None = None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        weights = float(sum(parameter.detach().double().sum() for parameter in self.parameters()))
+        kind = type(self)
+        kind.first_weights = weights if kind.first_weights is None else kind.first_weights
+        self.log("val_loss", 1.0 if weights == kind.first_weights else self.last)
+
+
+def test_a_loss_that_stays_at_0_is_no_fall() -> None:
+    class Perfect(Sloping):
+        pass
+
+    env = make_env(Maker(Perfect), twin=TrainingTwin(1.0, 0.5, 512.0))
+    _, rewards, info = play(env)
+    assert rewards == [pytest.approx(-0.15625)] * 5 + [pytest.approx(-0.0625)]  # time alone: all progress is over
+    assert info["score"] > 0
+    env.close()
+
+
+def test_losses_below_0_are_named() -> None:
+    class Likelihood(Sloping):
+        last = -1.0
+
+    env = make_env(Maker(Likelihood))
+    with pytest.raises(ValueError, match="must be finite and not negative"):
+        env.reset()
+
+
+@pytest.mark.parametrize("time", [math.nan, math.inf, -1.0])
+def test_a_cost_that_is_no_time_is_named(time: float) -> None:
+    env = make_env(cost=lambda formats, batch_size: time, twin=TrainingTwin(1.0, 0.5, 512.0))
+    with nothing_left(), pytest.raises(ValueError, match="must return a finite time"):
+        env.reset()
+
+
+class Shared(pl.LightningDataModule):
+    """Takes its data away when a fit or a validation is over."""
+
+    train: Any = None
+
+    def setup(self, stage: str) -> None:
+        self.train = loader(shuffle=True)
+
+    def train_dataloader(self) -> Any:
+        return self.train
+
+    def val_dataloader(self) -> Any:
+        return loader(32)
+
+    def teardown(self, stage: str) -> None:
+        self.train = None
+
+
+def test_a_datamodule_may_be_the_same_each_time() -> None:
+    class Reading(Full):
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+            assert data.train is not None
+            assert data.trainer is self.trainer
+
+    make, shared = Maker(Reading), Shared()
+
+    def with_shared_data() -> Any:
+        module, _, options = make()
+        return module, shared, options
+
+    env, usual = make_env(with_shared_data), make_env()
+    assert play(env)[1] == play(usual)[1] == play(env)[1]
+    env.close()
+    usual.close()
+
+
+def test_a_callback_that_remembers_must_be_new() -> None:
+    with pytest.raises(TargetError, match="returned the same EarlyStopping twice"):
+        make_env(Maker(callbacks=[EarlyStopping("val_loss")])).reset()
+
+
+def test_flags_are_those_of_whoever_runs() -> None:
+    def make() -> Any:
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cudnn.allow_tf32 = not torch.backends.cudnn.allow_tf32
+        return Maker(detect_anomaly=True)()
+
+    class Looking(Full):
+        seen: ClassVar[list[bool]] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append(torch.is_anomaly_enabled())
+            return super().training_step(batch, batch_idx)
+
+    with nothing_left():
+        env, flags = make_env(make), ProcessState.take().flags
+        env.reset(seed=0)
+        assert ProcessState.take().flags == flags
+        env.close()
+    env = make_env(Maker(Looking))
+    try:
+        torch.autograd.set_detect_anomaly(True)
+        play(env)
+        assert torch.is_anomaly_enabled()
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+        env.close()
+    assert Looking.seen
+    assert not any(Looking.seen)

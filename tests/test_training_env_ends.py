@@ -159,3 +159,22 @@ def test_workers_of_loaders_end_with_the_episode() -> None:
     env.step(keep(env))
     env.close()
     gc.collect()
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_whatever_the_users_code_raises_arrives(kind: type[BaseException]) -> None:
+    class Raising(Failing):
+        def fails_here(self) -> None:
+            raise kind("so")
+
+    make = Maker(Raising)
+    env = make_env(make, twin=twin())
+    env.reset(seed=0)
+    env.step(keep(env))
+    with pytest.raises(kind, match="so"):
+        env.step(keep(env))
+    module = make.modules[-1]
+    assert not module.net[0]._forward_hooks
+    assert not module.net[0]._forward_pre_hooks
+    assert "forward" not in vars(module.net[0])
+    env.close()

@@ -99,3 +99,18 @@ def test_the_same_ppo_goes_on_learning() -> None:
 def test_none_at_all_are_refused() -> None:
     with pytest.raises(ValueError, match="It needs one environment at least"):
         TrainingRows([])
+
+
+def test_wrong_use_is_named() -> None:
+    env = make_env()
+    with pytest.raises(ValueError, match="an environment twice"):
+        TrainingRows([env, TimeLimit(env, 3)])
+    with pytest.raises(TypeError, match="Passed `TrainingRows` a `int`"):
+        TrainingRows([3])  # type: ignore[list-item]
+    rows = TrainingRows([env])
+    rows.reset()
+    for actions in (np.ones(env.rows + 1), np.full(env.rows, 3), np.ones((env.rows, 1)), np.array(1)):
+        with pytest.raises(ValueError, match=f"There must be {env.rows}, each 0, 1 or 2"):
+            act(rows, actions)
+    act(rows, np.ones(env.rows))
+    rows.close()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from autoprec.policies.train_settings import TrainSettings
 
+_LONGEST_SEED = 20
 _HELP = """Trains a policy with PPO on many small trainings in fp32 and other formats (proxies), and writes its files.
 
 The policy decides, for every knob of a run, whether to take what the table of costs and errors proposes, or one step
@@ -114,9 +115,13 @@ def _check_kernels() -> None:
 
 def _numbers(words: list[str]) -> list[int]:
     parts = [part for word in words for part in word.replace(",", " ").split()]
-    if not parts or not all(part.isdecimal() for part in parts) or len(set(parts)) != len(parts):
-        raise ValueError(f"Passed seeds {' '.join(words)!r}. Seeds are different whole numbers, as `--seeds 0 1 2`.")
-    return [int(part) for part in parts]
+    numbers = [int(part) for part in parts if part.isdecimal() and len(part) <= _LONGEST_SEED]
+    if not parts or len(set(numbers)) != len(parts):
+        raise ValueError(
+            f"Passed seeds {' '.join(words)!r}. Seeds are different whole numbers of at most {_LONGEST_SEED} digits, as"
+            " `--seeds 0 1 2`."
+        )
+    return numbers
 
 
 def _changes(words: list[str]) -> dict[str, Any]:
@@ -127,7 +132,12 @@ def _changes(words: list[str]) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if not equals:
             raise ValueError(f"Passed `--set {word}`. Write it as `--set name=value`.")
-        changes[name.strip()] = yaml.safe_load(value)
+        if name.strip() in ("path", "section"):  # what ``load_settings`` calls a file and its section
+            raise ValueError(f"Passed `--set {word}`. There is no such setting; see `--config` and `--section`.")
+        try:
+            changes[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"Passed `--set {word}`. `{value}` is no YAML: {error}") from error
     return changes
 
 
@@ -150,10 +160,10 @@ def _train(
     from autoprec.policies.training_logs import writers_of
     from autoprec.policies.training_state import forget
 
-    for seed in [] if resume else seeds:
-        forget(folder_of(out, seed))
     console = Console(stderr=as_json)
     try:
+        for seed in [] if resume else seeds:
+            forget(folder_of(out, seed))
         with show_training(console) as screen:
             failures = train_seeds(
                 settings, seeds, out, jobs=jobs, progress=screen.on_progress, writers=partial(writers_of, **logs)
@@ -167,7 +177,11 @@ def _train(
     for seed, reason in failures.items():
         typer.echo(f"Seed {seed} failed: {reason}", err=True)
     if len(failures) < len(seeds):
-        selection = select(out, seeds, circumstances(1))
+        try:
+            selection = select(out, seeds, circumstances(1), failed=failures)
+        except OSError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from error
         _show(selection, out, console)
         if as_json:
             typer.echo(json.dumps(selection, indent=1, allow_nan=False))
