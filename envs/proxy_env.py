@@ -214,7 +214,7 @@ class ProxyVecEnv(VecEnv):
         return self.proposals() if self.mode == "offset" else (s.level, s.loss_scale, s.batch_index, s.clip_index)
 
     def _legal_moves(self, base: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
-        """``[rows]``: which knobs may be lowered, and which raised, from levels, loss scales, batch and clip indices."""
+        """``[rows]``: which knobs may be lowered, which raised, from levels, loss scales, batch and clip indices."""
         s = self.simulation
         level, scale, batch, clip = base
         low, high = np.zeros((2, self.num_envs), dtype=bool)
