@@ -48,7 +48,7 @@ train-policy-quick: $(READY)
 	$(BIN)/autoprec train-policy --quick --out build/policy-quick
 	$(BIN)/autoprec evaluate-policy --quick --policy build/policy-quick/seed-0 --out build/policy-quick/evaluation
 
-# the shipped policy against all rivals on held-out tasks; the last line sums it up
+# the shipped policy, or the table where none is shipped, against all rivals on held-out tasks; the last line sums it up
 evaluate-policy: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/autoprec evaluate-policy --bank test --bank deep --bank wide --out build/evaluate-policy
 

@@ -58,7 +58,7 @@ Examples:
 
     autoprec demo
 
-    autoprec demo --quick            # 30 seconds, tiny models: does it run here?
+    autoprec demo --quick            # 30 seconds, tiny models: does it run?
 
     autoprec demo --minutes 3 --out results/demo
 

@@ -35,6 +35,7 @@ from autoprec.policies.tuning import (
     by_regime,
     held_out_entry,
     play_settings,
+    positive,
     print_gains,
 )
 from autoprec.policies.tuning_study import BudgetSpentError, Meter, as_json
@@ -285,6 +286,18 @@ def _context(task: Task) -> list[float]:
 
 # ---- the command ----
 
+_COMMAND = ("python", "-m", "autoprec.policies.bandit")
+_DESCRIPTION = """Fits a contextual bandit (LinUCB) over settings of the table: what is known when
+a run begins chooses the settings that it runs with. A policy that gains by
+telling kinds of task apart must do so better than this.
+
+Tune the table first: its best trials are arms too. `autoprec evaluate-policy`
+in a checkout plays what docs/results/bandit.json holds."""
+_EPILOG = """examples:
+  python -m autoprec.policies.bandit
+  python -m autoprec.policies.bandit --budget 600 --tasks 12 --held-out 8 \\
+      --out build/bandit.json                   # seconds: does it run here?"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fits a bandit, compares it with its first arm on other tasks, and writes both.
@@ -292,8 +305,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Those of the command line by default.
     """
-    options = _parser().parse_args(arguments)
-    tasks, others = load_tasks(Bank("train", options.tasks)), load_tasks(Bank("val", options.held_out))
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        return _fit(options, shlex.join([*_COMMAND, *(sys.argv[1:] if arguments is None else arguments)]))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _fit(options: argparse.Namespace, command: str) -> int:
+    tasks = load_tasks(Bank("train", options.tasks))
+    others = load_tasks(Bank("val", options.held_out)) if options.held_out else []
+    print(f"bandit: {len(tasks)} tasks, {options.budget} decisions", flush=True)
     bandit = fit_bandit(
         tasks,
         budget_decisions=options.budget,
@@ -301,8 +324,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arms=default_arms(options.tuned),
         progress=Reported("bandit"),
     )
-    gains = by_regime(others, bandit.play(others), play_settings(others, bandit.arms[0]))
-    command = shlex.join(["python", "-m", "autoprec.policies.bandit", *(arguments or sys.argv[1:])])
+    if not bandit.weights.any():
+        raise ValueError(
+            f"Passed a budget of {options.budget} decisions. It does not last for one comparison of two arms on"
+            f" {len(tasks)} tasks. Allow more decisions, or pass fewer tasks."
+        )
+    gains = by_regime(others, bandit.play(others), play_settings(others, bandit.arms[0])) if others else {}
     entry = {
         "budget": options.budget,
         "tasks": len(tasks),
@@ -313,17 +340,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     write_json(options.out, {**bandit.to_dict(), **entry}, allow_nan=False)
     print_gains("bandit", gains)
+    print(f"bandit: written to {options.out}")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m autoprec.policies.bandit", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog=" ".join(_COMMAND),
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EPILOG,
+    )
     add = parser.add_argument
-    add("--budget", type=int, default=60_000, help="environment decisions (default: %(default)s)")
-    add("--tasks", type=int, default=128, help="tasks of the train bank (default: %(default)s)")
-    add("--held-out", type=int, default=128, help="tasks of the val bank to compare on (default: %(default)s)")
+    add("--budget", type=positive, default=60_000, help="environment decisions (default: %(default)s)")
+    add("--tasks", type=positive, default=128, help="tasks drawn from the train bank (default: %(default)s)")
+    add("--held-out", type=int, default=128, help="tasks of the val bank to compare on, 0 for none (default: 128)")
     add("--seed", type=int, default=0, help="of the fit (default: %(default)s)")
-    add("--tuned", type=Path, default=RESULTS, help="results of tuning, whose best trials are arms too")
+    add(
+        "--tuned",
+        type=Path,
+        default=RESULTS,
+        help="results of tuning; best trials are arms (default: %(default)s)",
+    )
     add("--out", type=Path, default=FITTED, help="file for the bandit (default: %(default)s)")
     return parser
 

@@ -32,6 +32,8 @@ FORMAT_COLOURS = dict(
     )
 )
 _LINES = ("#3b4a6b", "#1b7f5f", "#ee8434", "#c8385a", "#8a5fb0", "#5b7fb5")
+_DASHES = ("-", "--", ":", "-.")
+_WIDEST, _THINNEST = 4.0, 1.4
 _MOST_NOTES = 6
 
 
@@ -146,11 +148,18 @@ def _draw_lines(axes: Axes, recording: Recording, values: Array, groups: Mapping
     found = at_shares(recording, values, SHARES)
     groups = {name: chosen for name, chosen in groups.items() if chosen.any()}
     for place, (name, chosen) in enumerate(groups.items()):
-        # lines that lie on each other are thick, thinner, thinnest
-        width = 1.6 + 1.0 * (len(groups) - 1 - place)
-        label = f"{name} ({int(chosen.sum())} tasks)"
-        mean = found[:, chosen].mean(axis=1)
-        axes.plot(SHARES, mean, color=_LINES[place % len(_LINES)], linewidth=width, label=label, alpha=0.9)
+        turn, colour = divmod(place, len(_LINES))
+        count = int(chosen.sum())
+        axes.plot(
+            SHARES,
+            found[:, chosen].mean(axis=1),
+            color=_LINES[colour],
+            linestyle=_DASHES[turn % len(_DASHES)],  # colours come again, dashed
+            # lines that lie on each other are thick, thinner, thinnest
+            linewidth=_WIDEST - (_WIDEST - _THINNEST) * place / max(len(groups) - 1, 1),
+            label=f"{name} ({count} task{'' if count == 1 else 's'})",
+            alpha=0.9,
+        )
     axes.grid(alpha=0.3)
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import autoprec
 from autoprec.encoding import VERSION
 from autoprec.envs.baselines import Scores
 from autoprec.envs.proxies import Distribution, Task
@@ -30,7 +31,6 @@ from autoprec.policies.task_groups import BANK_NAMES, evaluation_tasks, twin_dig
 
 Tasks = Sequence[tuple[Task, Twin]]
 CELLS = "cells"
-_PACKAGE = Path(__file__).resolve().parent
 
 
 class Progress(NamedTuple):
@@ -155,8 +155,8 @@ def evaluate(
 
 def code_digest() -> str:
     """Returns a short name of all code that results depend on, so that none of an older version is taken for new."""
-    folders = (_PACKAGE, _PACKAGE.parent / "envs", _PACKAGE.parent / "autoprec")
-    paths = sorted(path for folder in folders for path in folder.glob("*.py"))
+    root = Path(autoprec.__file__).parent  # policies and envs lie in it once installed, and are links in a checkout
+    paths = sorted(path for folder in (root, root / "policies", root / "envs") for path in folder.glob("*.py"))
     text = b"".join(path.read_bytes() for path in paths)
     return hashlib.sha256(text + f"{native.ABI_VERSION} {VERSION}".encode()).hexdigest()[:16]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from autoprec.policies.evaluation_tables import verdict
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_LABEL_WIDTH = 34
+_TITLE_WIDTH = 44
 _COLOURS = {"better": "#1b7f5f", "tied": "#8c8c8c", "worse": "#b0485f", "n/a": "#8c8c8c"}
 
 Row = tuple[str, Sequence[float | None]]
@@ -45,11 +48,12 @@ def draw(results: Mapping[str, Any], title: str, path: Path) -> bool:
     ]
     with rc_context({"font.size": 11}):
         rows = max(len(overall), len(grouped))
-        figure = Figure(figsize=(15, 2.0 + 0.32 * rows), layout="constrained")
+        figure = Figure(figsize=(15, 2.0 + 0.38 * rows), layout="constrained")
         figure.suptitle(title)
+        figure.supxlabel("difference of the score (fp32 without clip = 1) with its 95% interval", fontsize=11)
         left, right = figure.subplots(1, 2)
         _draw_rows(left, overall, "policy less each rival")
-        _draw_rows(right, grouped, f"policy less {ways[strongest]['description']}")
+        _draw_rows(right, grouped, f"policy less {ways[strongest]['description']} (number of tasks)")
         figure.savefig(path, dpi=90)
     return True
 
@@ -64,8 +68,7 @@ def _draw_rows(axes: Axes, rows: Sequence[Row], title: str) -> None:
             axes.plot([low, high], [place, place], color=colour, linewidth=2.0)
         axes.plot([mean], [place], "o", color=colour)
     axes.axvline(0.0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.set_yticks(range(len(rows)), [textwrap.fill(name, _LABEL_WIDTH) for name, _ in rows])
     axes.invert_yaxis()
-    axes.set_title(title)
-    axes.set_xlabel("difference of the score (fp32 without clip = 1), 95% interval")
+    axes.set_title(textwrap.fill(title, _TITLE_WIDTH))
     axes.grid(axis="x", alpha=0.3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from autoprec.machine import circumstances, version
 from autoprec.policies.evaluate import EvaluationSettings, Progress, evaluate
 from autoprec.policies.evaluation_picture import draw
 from autoprec.policies.evaluation_results import bank_results, encoding_version, summary_line
-from autoprec.policies.evaluation_tables import markdown
+from autoprec.policies.evaluation_tables import markdown, short
 from autoprec.policies.rivals import TUNED, Rival, policy_rival, rivals
 from autoprec.policies.strong_rivals import strong_rivals
 from autoprec.policies.task_groups import evaluation_tasks
@@ -22,7 +22,7 @@ Document = dict[str, Any]
 
 RESULT, TABLES = "evaluation.json", "evaluation.md"
 SHIPPED = Path(__file__).resolve().parent / "pretrained"
-"""The policy that the package ships; other seeds of it are in ``seeds`` beside its files."""
+"""The policy that the package ships."""
 TABLE_WORD = "table"
 
 
@@ -78,7 +78,7 @@ def run_evaluation(
     write_json(settings.out / RESULT, document, allow_nan=False)
     (settings.out / TABLES).write_text(tables(document), encoding="utf-8")
     for bank, results in banks.items():
-        draw(results, f"{bank}: {results['tasks']} tasks, {results['seeds']} seeds", settings.out / f"{bank}.png")
+        draw(results, _heading(bank, results, document), settings.out / f"{bank}.png")
     return document
 
 
@@ -88,11 +88,29 @@ def tables(document: Document) -> str:
     Args:
         document: What :func:`run_evaluation` returned.
     """
-    parts = [
-        f"## {bank}: {results['tasks']} tasks, {results['seeds']} training seeds\n\n{markdown(results)}"
-        for bank, results in document["banks"].items()
-    ]
+    parts = [f"## {_heading(bank, results, document)}\n\n{markdown(results)}" for bank, results in _banks(document)]
     return "\n\n".join(parts) + "\n"
+
+
+def short_tables(document: Document) -> str:
+    """Returns what fits into a terminal of 80 columns.
+
+    Args:
+        document: What :func:`run_evaluation` returned.
+    """
+    parts = [f"{_heading(bank, results, document)}\n\n{short(results)}" for bank, results in _banks(document)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _banks(document: Document) -> Iterable[tuple[str, Document]]:
+    found: dict[str, Document] = document["banks"]
+    return found.items()
+
+
+def _heading(bank: str, results: Document, document: Document) -> str:
+    seeds = f"{results['seeds']} training seed{'' if results['seeds'] == 1 else 's'}"
+    is_trained = any(policy["folder"] is not None for policy in document["policies"])
+    return f"{bank}: {results['tasks']} tasks, {seeds if is_trained else 'the table in the place of a policy'}"
 
 
 def _circumstances() -> Document:

@@ -36,6 +36,33 @@ def markdown(results: Results) -> str:
     return "\n\n".join(f"**{title}**\n\n{text}" for title, text in parts if text)
 
 
+def short(results: Results) -> str:
+    """Returns the most important columns, for a terminal of 80 columns.
+
+    Args:
+        results: Of ``evaluation_results.bank_results``.
+    """
+    rows = []
+    for name, way in results["ways"].items():
+        found = results["differences"].get(name)
+        difference = None if found is None else found["all"]["difference"]
+        rows.append(
+            [
+                way["description"],
+                f"{way['score'][0]:.3f}",
+                "" if difference is None else interval(difference),
+                "" if difference is None else verdict(difference),
+            ]
+        )
+    parts = [_plain_table(["way", "score", "policy less it, 95%", "policy is"], rows)]
+    steps = [
+        [_STEPS[step["name"]], f"{step['score']:.3f}", "" if step["gain"] is None else interval(step["gain"])]
+        for step in results["ladder"]
+    ]
+    parts.append(_plain_table(["what each step adds", "score", "gain, 95%"], steps))
+    return "\n\n".join(part for part in parts if part)
+
+
 def score_table(results: Results) -> str:
     """Returns a row for each way to set the knobs.
 
@@ -148,6 +175,15 @@ def verdict(difference: Sequence[float | None]) -> str:
 
 def _plain(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.2f}"
+
+
+def _plain_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (head, *rows)
+    )
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

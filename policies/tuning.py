@@ -11,6 +11,7 @@ import datetime
 import math
 import shlex
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -245,6 +246,33 @@ def _values_of_rule(settings: RuleKnobs) -> Params:
 
 # ---- the command ----
 
+_COMMAND = ("python", "-m", "autoprec.policies.tuning")
+_DESCRIPTION = """Tunes parameters of the table and of the rule by black-box search: what anything
+learned must be better than. Each search may make as many decisions as the
+training of a policy does, on the same bank of tasks, with the same guard.
+
+A result is written when its search ends, with its gain over the default on
+tasks that were not tuned on. `autoprec evaluate-policy` in a checkout plays
+what docs/results/tuned_table.json holds."""
+_EPILOG = """examples:
+  python -m autoprec.policies.tuning --journal build/tuning
+  python -m autoprec.policies.tuning --budget 600 --tasks 12 --held-out 8 \\
+      --search plain --out build/tuned.json     # seconds: does it run here?"""
+
+
+def positive(text: str) -> int:
+    """Returns a number of the command line that must be 1 or more.
+
+    Args:
+        text: What was passed.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is not.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"passed {text!r}. Pass a whole number from 1 on")
+    return int(text)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Tunes, compares with the default on other tasks, and writes both.
@@ -252,7 +280,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Those of the command line by default.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        return _tune(options, shlex.join([*_COMMAND, *(sys.argv[1:] if arguments is None else arguments)]))
+    except (ValueError, ModuleNotFoundError) as error:
+        parser.error(str(error))
+
+
+def _tune(options: argparse.Namespace, command: str) -> int:
     tasks = load_tasks(Bank("train", options.tasks))
     others = load_tasks(Bank("val", options.held_out)) if options.held_out else []
     for name in options.search or SEARCHES:
@@ -267,11 +303,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         found, default = settings_from(name, tuned.params), default_settings(name)
         gains = by_regime(others, play_settings(others, found), play_settings(others, default)) if others else {}
-        command = shlex.join(["python", "-m", "autoprec.policies.tuning", *(arguments or sys.argv[1:])])
         entry = _entry(tuned, options, len(tasks), len(others), gains, command)
         write_json(options.out, {**(read_json(options.out) or {}), name: entry}, allow_nan=False)
-        print(f"{name}: {tuned.score:.4f} on the tasks tuned on, default {tuned.default_score:.4f}: {tuned.params}")
+        print(f"{name}: score {tuned.score:.4f} on the tasks tuned on, default {tuned.default_score:.4f}")
+        settings = ", ".join(f"{key}={value}" for key, value in tuned.params.items())
+        print(textwrap.fill(settings, 78, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
         print_gains(name, gains)
+        print(f"{name}: written to {options.out}")
     return 0
 
 
@@ -283,7 +321,10 @@ def print_gains(name: str, gains: Mapping[str, Interval]) -> None:
         gains: From :func:`by_regime`.
     """
     for regime, gain in gains.items():
-        print(f"{name}, held out, {regime}: {gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]", flush=True)
+        print(
+            f"{name}: gain on held-out tasks, {regime}: {gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]",
+            flush=True,
+        )
 
 
 def held_out_entry(tasks: int, gains: Mapping[str, Interval]) -> Params:
@@ -298,15 +339,15 @@ def held_out_entry(tasks: int, gains: Mapping[str, Interval]) -> Params:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m autoprec.policies.tuning",
-        description=__doc__,
+        prog=" ".join(_COMMAND),
+        description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Example: python -m autoprec.policies.tuning --budget 60000 --tasks 128 --journal build/tuning",
+        epilog=_EPILOG,
     )
     add = parser.add_argument
-    add("--budget", type=int, default=60_000, help="environment decisions of each search (default: %(default)s)")
+    add("--budget", type=positive, default=60_000, help="environment decisions of each search (default: %(default)s)")
     add("--search", action="append", choices=SEARCHES, help="what to tune; may be repeated (default: all)")
-    add("--tasks", type=int, default=128, help="tasks of the train bank (default: %(default)s)")
+    add("--tasks", type=positive, default=128, help="tasks drawn from the train bank (default: %(default)s)")
     add("--held-out", type=int, default=128, help="tasks of the val bank to compare on, 0 for none (default: 128)")
     add("--seed", type=int, default=0, help="of the search (default: %(default)s)")
     add("--journal", type=Path, help="folder to keep trials in; an interrupted search goes on from there")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.kernels import needs_cpu_kernels
 
 pytest.importorskip("optuna")
 pytest.importorskip("stable_baselines3")
+from autoprec.policies import bandit as bandit_module
 from autoprec.policies.bandit import CONTEXT, Bandit, context, default_arms, fit_bandit
 from autoprec.policies.tuning_study import Meter
 
@@ -117,6 +119,18 @@ def test_it_says_what_it_needs(tasks: Tasks) -> None:
     with pytest.raises(ValueError, match="120 tasks and 1 arms"):
         fit_bandit(tasks, budget_decisions=1, seed=0, arms=ARMS[:1])
     assert len(default_arms()) == len(set(default_arms())) > 4
+
+
+def test_a_command_that_learns_nothing_writes_nothing(
+    tasks: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bandit_module, "load_tasks", lambda bank: tasks)
+    out = tmp_path / "bandit.json"
+    for budget, said in (("-1", "passed '-1'"), ("1", "does not last")):
+        with pytest.raises(SystemExit):
+            bandit_module.main(["--budget", budget, "--out", str(out)])
+        assert said in capsys.readouterr().err
+    assert not out.exists()
 
 
 @needs_cpu_kernels

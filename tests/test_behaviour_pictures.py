@@ -5,6 +5,7 @@ Time budget: 10 s.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.recordings import UNITS, recording, some_tasks
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("stable_baselines3")
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from autoprec.policies.behaviour_pictures import draw_episode, draw_overview, eventful_task, raises
@@ -58,3 +60,14 @@ def test_an_episode_is_drawn(seen: Recording, tmp_path: Path) -> None:
 def test_an_overview_is_drawn(seen: Recording, tmp_path: Path) -> None:
     draw_overview(seen, tmp_path / "overview.png", "four tasks")
     assert colours_in(tmp_path / "overview.png") > 20
+
+
+def test_lines_of_an_overview_can_be_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    tasks = [replace(TASKS[0], profile=f"device-{index}") for index in range(16)]
+    draw_overview(recording(tasks, WINDOWS), tmp_path / "overview.png", "sixteen devices")
+    lines = figures[0].axes[0].get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines) == 16
+    assert max(line.get_linewidth() for line in lines) <= 4.0  # wider ones hide the others
+    assert "device-0 (1 task)" in {line.get_label() for line in lines}

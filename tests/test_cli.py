@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 
 from autoprec import __version__, cli
+from autoprec.commands import compare, evaluate_policy, hardware, train_policy
+from autoprec.commands.time_left import TimeLeft
 from autoprec.compare.turns import MIN_ROUNDS, RunError
 from autoprec.demo import run
 from autoprec.demo.results import ENOUGH_ROUNDS
@@ -258,3 +260,26 @@ def descendants(process: int) -> list[int]:
     while len(more := below | {child for child, parent in parents.items() if parent in below}) > len(below):
         below = more
     return sorted(below - {process})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [cli._DEMO_HELP, cli._DOCTOR_HELP, compare._HELP, evaluate_policy._HELP, hardware._HELP, train_policy._HELP],
+    ids=["demo", "doctor", "compare", "evaluate-policy", "hardware", "train-policy"],
+)
+def test_examples_fit_into_a_terminal_of_80_columns(text: str) -> None:
+    examples = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    assert examples
+    assert max(map(len, examples)) <= 76, max(examples, key=len)
+
+
+def test_time_left_goes_by_what_was_not_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("autoprec.commands.time_left.time.monotonic", lambda: now)
+    left = TimeLeft()
+    assert left.text(64, 256) == ""  # how long these took is not known
+    now = 32.0
+    assert left.text(128, 256) == ", about 64 s left"
+    now = 1000.0
+    assert left.text(192, 256) == ", about 8 min left"
+    assert left.text(256, 256) == ""

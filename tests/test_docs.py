@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{name}.md" for name in ("behaviour", "compare", "hardware", "policies", "usage")),
+    *(f"docs/{name}.md" for name in ("behaviour", "compare", "environments", "hardware", "policies", "usage")),
 ]
 
 
@@ -61,3 +61,12 @@ def test_yaml_is_yaml() -> None:
 def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
         assert target.startswith("https://") or ((ROOT / page).parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_to_headings_lead_to_one(page: str) -> None:
+    for target, heading in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", (ROOT / page).read_text()):
+        path = (ROOT / page).parent / target if target else ROOT / page
+        titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+        slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert heading in slugs, f"{target}#{heading}"

@@ -27,6 +27,7 @@ pytest.importorskip("stable_baselines3")
 pytest.importorskip("gymnasium")
 pytest.importorskip("scipy.stats")
 from autoprec.policies import evaluate as evaluating
+from autoprec.policies import evaluation_report as reporting
 from autoprec.policies.evaluate import EvaluationSettings, Progress, evaluate
 from autoprec.policies.evaluation_picture import draw
 from autoprec.policies.evaluation_report import chosen_rivals
@@ -389,6 +390,54 @@ def test_the_command_evaluates_seeds_of_a_policy(tmp_path: Path, capsys: pytest.
 def test_the_table_may_stand_in_for_a_policy() -> None:
     found = {rival.name: rival for rival in chosen_rivals(["table"])}
     assert found["policy"].plays == found["table_learnt"].plays
+
+
+def test_without_a_shipped_policy_the_table_is_played_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "SHIPPED", tmp_path / "none")
+    words = ["evaluate-policy", "--tasks", "3", "--processes", "1", "--out", str(tmp_path / "out")]
+    assert cli.main(words) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0] == "This version ships no policy: the table is played in its place."
+    assert "test: 3 tasks, the table in the place of a policy" in lines
+    assert LAST_LINE.fullmatch(lines[-1])
+    tables = lines[lines.index("") : -3]  # behind them: where the files are
+    assert max(map(len, tables)) <= 80
+    assert "policy (accepts the table)" in "\n".join(tables)
+
+
+def test_nothing_of_a_picture_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def noted(figure: Figure, *args: Any, **rest: Any) -> None:
+        figures.append(figure)
+        save(figure, *args, **rest)
+
+    monkeypatch.setattr(Figure, "savefig", noted)
+    assert draw(bank_results(drawn_tasks(80), made_up_results(80)), "test: 80 tasks", tmp_path / "test.png")
+    (figure,) = figures
+    for axes in figure.axes:
+        for text in (axes.title, *axes.get_yticklabels()):
+            box = text.get_window_extent()
+            assert box.x0 >= 0.0, text
+            assert box.x1 <= figure.bbox.x1, text
+
+
+def test_results_belong_to_all_code_wherever_the_package_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "autoprec"
+    for name in ("table.py", "policies/play.py", "envs/simulation.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("")
+    monkeypatch.setattr(evaluating.autoprec, "__file__", str(package / "__init__.py"))
+    seen = {evaluating.code_digest()}
+    for name in ("table.py", "policies/play.py", "envs/simulation.py"):
+        (package / name).write_text("changed = 1")
+        seen.add(evaluating.code_digest())
+    assert len(seen) == 4
 
 
 def test_help_teaches_and_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

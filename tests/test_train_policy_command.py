@@ -44,6 +44,7 @@ def test_trains_and_goes_on_and_forgets(config: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "seed 0: score" in done.stdout
     assert "32 of 32" in done.stdout
+    assert ", start " in done.stdout
     assert f'AutoPrecisionCallback(policy="{out}/seed-0")' in done.stdout.replace("\n", "")
     assert load_policy(out / "seed-0")[1].training["seed"] == 0
     again = call("--config", config, "--quick", "--out", out)

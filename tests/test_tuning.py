@@ -178,6 +178,9 @@ def test_the_command_writes_what_rivals_read(
     assert entry["command"].startswith("python -m autoprec.policies.tuning --budget 60")
     assert set(entry["held_out"]["gain"]) <= {"all", "standard", "drift", "late"}
     assert read_tuned("plain", out) == settings_from("plain", entry["settings"])
-    assert "plain, held out, all" in capsys.readouterr().out
+    assert "plain: gain on held-out tasks, all" in capsys.readouterr().out
+    with pytest.raises(SystemExit):  # a traceback teaches nothing
+        tuning.main([*arguments, "--budget", "1"])
+    assert "error: Passed a budget of 1 decisions" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError, match="The file has \\['plain'\\]"):
         read_tuned("schedule", out)

@@ -42,9 +42,11 @@ Examples:
 
     autoprec compare mypackage.train:build --steps 500 --seeds 5
 
-    autoprec compare examples/compare_target.py:text --quick      # a minute: does it run here?
+    autoprec compare examples/compare_target.py:text --quick   # a minute
 
-    autoprec compare config.yaml --arms bf16-mixed,autoprec --metric val_accuracy --margin 0.002
+    autoprec compare config.yaml --arms bf16-mixed,autoprec
+
+    autoprec compare config.yaml --metric val_accuracy --margin 0.002
 """
 
 

@@ -18,24 +18,29 @@ _HELP = """Trains a policy with PPO on many small trainings in fp32 and other fo
 
 The policy decides, for every knob of a run, whether to take what the table of costs and errors proposes, or one step
 lower or higher. It starts as the table itself. Every few minutes it is played on tasks that it does not learn from, and
-the best state so far is kept, so that it is not worse than the table there.
+the best state so far is kept, so that it is not worse than the table there. Progress shows its score on these tasks:
+best so far, latest, and at the start. 1 is what fp32 without clipping makes of the same time.
 
-Each seed gets a folder `seed-N` with `policy.safetensors` and `policy.json`, which `AutoPrecisionCallback` takes as
-`policy="autoprec-policy/seed-0"`, and `training.json` with everything that was measured. `selection.json` says which
-seed is the best in validation. Stopped by Ctrl-C or killed, the same command goes on where it was, and ends with the
-same policy, byte for byte, as if it had not been stopped.
+Each seed gets a folder `seed-N`, as `autoprec-policy/seed-0`, for `AutoPrecisionCallback("autoprec-policy/seed-0")` and
+for `autoprec evaluate-policy`. `training.json` in it has everything that was measured. `selection.json` beside them
+says which seed is the best in validation. Stopped by Ctrl-C or killed, the same command goes on where it was, and ends
+with the same policy, byte for byte, as if it had not been stopped.
 
 One seed takes about 25 minutes on one core. Needs the extra `rl` and the compiled kernels.
 
 Examples:
 
-    autoprec train-policy --quick                      # under 3 minutes: does it run here?
+    autoprec train-policy --quick                  # 3 minutes: does it run?
 
-    autoprec train-policy --seeds 0 1 2 3 4 --jobs 2   # five seeds, two at a time
+    autoprec train-policy --seeds 0 1 2 --jobs 2   # three seeds, two at a time
 
     autoprec train-policy --config my.yaml --out my-policy
 
-    autoprec train-policy --set mode=ladder --set decisions=200000
+    autoprec train-policy --set gamma=0.99 --set decisions=200000
+
+    autoprec train-policy --set guard=false --set 'net_arch=[32, 32]'
+
+    autoprec train-policy --section ladder         # from scratch, not offsets
 """
 
 
@@ -47,13 +52,18 @@ def add_to(app: typer.Typer) -> None:
     """
     import typer
 
-    more_argument = typer.Argument(None, metavar="[SEED]...", help="Further seeds, behind `--seeds`.")
+    more_argument = typer.Argument(None, metavar="SEED", help="Further seeds, behind `--seeds`.")
     seeds_option = typer.Option("0", metavar="SEED", help="Seeds, as `--seeds 0 1 2` or `--seeds 0,1,2`.")
     jobs_option = typer.Option(1, min=1, help="Seeds to train at a time, each in a process of one thread.")
     out_option = typer.Option(Path("autoprec-policy"), file_okay=False, help="Folder; goes on with what it holds.")
-    config_option = typer.Option(None, help="Settings (YAML) in place of the shipped ones, policies/ppo.yaml.")
-    section_option = typer.Option(None, help="Name in that file. By default `default`, or the only one.")
-    set_option = typer.Option([], "--set", metavar="NAME=VALUE", help="A setting that is to be otherwise. Repeatable.")
+    config_option = typer.Option(None, help="File with settings (YAML), in place of autoprec/policies/ppo.yaml.")
+    section_option = typer.Option(None, help="Settings of that name in the file. Else `default`, or the only ones.")
+    set_option = typer.Option(
+        [],
+        "--set",
+        metavar="NAME=VALUE",
+        help="A setting that is to be otherwise, in YAML. Repeatable.",
+    )
     quick_option = typer.Option(False, "--quick", help="The section `quick`: few tasks and decisions.")
     resume_option = typer.Option(True, "--resume/--fresh", help="Go on, or forget what the folders hold.")
     tensorboard_option = typer.Option(False, "--tensorboard", help="Write files of TensorBoard into each folder.")
@@ -193,9 +203,9 @@ def _show(selection: dict[str, Any], out: Path, console: Any) -> None:
     for row in selection["seeds"]:
         gain = row["gain"]
         console.print(
-            f"seed {row['seed']}: score {row['score']:.4f} +- {row['standard_error']:.4f}"
-            f" after {row['decisions']} decisions,"
-            f" {gain['over_decision_0']:+.4f} +- {gain['standard_error']:.4f} over decision 0",
+            f"seed {row['seed']}: score {row['score']:.3f} +- {row['standard_error']:.3f},"
+            f" over its start {gain['over_decision_0']:+.3f} +- {gain['standard_error']:.3f}"
+            f" (decision {row['decisions']})",
             highlight=False,
             soft_wrap=True,
         )

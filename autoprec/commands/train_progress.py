@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from autoprec.commands.time_left import TimeLeft
 from autoprec.policies.training_watch import Progress as Now
 
 
@@ -32,6 +33,7 @@ class TrainingScreen:
         self._console, self._progress = console, progress
         self._bars: dict[tuple[int, str], TaskID] = {}
         self._tenths: dict[tuple[int, str], int] = {}
+        self._left: dict[tuple[int, str], TimeLeft] = {}
 
     def on_progress(self, seed: int, now: Now) -> None:
         """Moves the bar of a seed.
@@ -47,16 +49,23 @@ class TrainingScreen:
             self._bars[key] = self._progress.add_task(text, total=now.total)
         self._progress.update(self._bars[key], completed=now.done, description=text)
         tenth = now.done * 10 // max(now.total, 1)
+        left = self._left.setdefault(key, TimeLeft()).text(now.done, now.total)
         if not self._console.is_terminal and now.phase != "statistics" and tenth > self._tenths.get(key, -1):
-            self._console.print(f"{text}  {now.done} of {now.total}", markup=False, highlight=False, soft_wrap=True)
+            line = f"seed {seed}  {_COUNTED[now.phase]}{now.done} of {now.total}{left}{_scores(now)}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._tenths[key] = tenth
 
 
+_COUNTED = {"twins": "twins ", "statistics": "statistics ", "learning": ""}
+
+
 def _text(seed: int, now: Now) -> str:
-    if now.phase != "learning":
-        return f"seed {seed}  {now.phase}"
-    known = "" if math.isnan(now.best) else f"  best {now.best:.4f}, last {now.last:.4f}, first {now.first:.4f}"
-    return f"seed {seed}{known}"
+    return f"seed {seed}{_scores(now)}" if now.phase == "learning" else f"seed {seed}  {now.phase}"
+
+
+def _scores(now: Now) -> str:
+    """What validation has shown; short, so that a terminal of 80 columns has room for it."""
+    return "" if math.isnan(now.best) else f"  best {now.best:.3f}, last {now.last:.3f}, start {now.first:.3f}"
 
 
 @contextmanager
