@@ -432,7 +432,7 @@ def test_results_belong_to_all_code_wherever_the_package_lies(monkeypatch: pytes
     for name in ("table.py", "policies/play.py", "envs/simulation.py"):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text("")
-    monkeypatch.setattr(evaluating.autoprec, "__file__", str(package / "__init__.py"))
+    monkeypatch.setattr("autoprec.__file__", str(package / "__init__.py"))
     seen = {evaluating.code_digest()}
     for name in ("table.py", "policies/play.py", "envs/simulation.py"):
         (package / name).write_text("changed = 1")
