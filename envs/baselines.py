@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from autoprec.encoding import CLIP_MULTIPLIERS
 from autoprec.envs.engine import FORMATS
-from autoprec.envs.observing import GRADIENT_LIMIT, NEEDS_SCALE
+from autoprec.envs.observing import NEEDS_SCALE
 from autoprec.envs.proxies import BATCH_SIZES, Task
 from autoprec.envs.reward import is_diverged, score
 from autoprec.envs.simulation import Simulation
+from autoprec.envs.table_choice import proposed_knobs, proposed_levels
 from autoprec.envs.twins import Twin
-from autoprec.table import TableSettings, propose_batch, propose_clip, propose_levels, propose_scale
+from autoprec.table import TableSettings
 
 Array = NDArray[Any]
 Choose = Callable[[Simulation], None]
@@ -160,12 +161,6 @@ class Table:
     def __call__(self, simulation: Simulation) -> None:
         """Sets the knobs."""
         s, settings = simulation, self.settings
-        costs, casts = s.assumed_costs(settings.optimism)
-        s.level = propose_levels(s.worst_errors(), costs, s.ladder, s.level, settings.threshold, casts)
-        formats = s.formats
-        amax = s.windows["gradient_amax"][:, : s.is_unit.shape[1]].astype(np.float64)
-        needs = NEEDS_SCALE[formats] & s.is_unit
-        s.loss_scale = propose_scale(amax, GRADIENT_LIMIT[formats], needs, s.loss_scale, settings.headroom_bits)
-        s.batch_index = np.clip(propose_batch(s.share, settings), 0, len(BATCH_SIZES) - 1)
-        s.clip_index = propose_clip(len(s), settings)
+        s.level = proposed_levels(s, settings)
+        s.loss_scale, s.batch_index, s.clip_index = proposed_knobs(s, settings, s.level)
         s.probes = s.due_probes(settings.probe_every)

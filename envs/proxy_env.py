@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import gymnasium
 import numpy as np
 from numpy.typing import NDArray
-from stable_baselines3.common.vec_env.base_vec_env import VecEnv, VecEnvIndices, VecEnvStepReturn
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
-from autoprec.encoding import CLIP_MULTIPLIERS, FEATURES, LIMIT
-from autoprec.envs.observing import GRADIENT_LIMIT, NEEDS_SCALE, memory_share, observe
+from autoprec.encoding import CLIP_MULTIPLIERS
+from autoprec.envs.observing import memory_share, observe
 from autoprec.envs.proxies import BATCH_SIZES, Bank, Task
 from autoprec.envs.reward import RewardWeights, is_diverged, progress, reward, score
+from autoprec.envs.row_vec_env import RowVecEnv
 from autoprec.envs.simulation import Simulation
+from autoprec.envs.table_choice import proposed_knobs, proposed_levels
 from autoprec.envs.twins import Twin, bank_twins
 from autoprec.feature_rows import places
-from autoprec.table import TableSettings, propose_batch, propose_clip, propose_levels, propose_scale
+from autoprec.table import TableSettings
 
 Array = NDArray[Any]
 
@@ -32,7 +33,7 @@ HOLD = 4
 MAX_SCALE = 2.0**24
 
 
-class ProxyVecEnv(VecEnv):
+class ProxyVecEnv(RowVecEnv):
     """Steps many proxy runs at once.
 
     Actions: 0 lowers, 1 keeps, 2 raises. The environment plays tasks at random, or in order and each once
@@ -83,9 +84,7 @@ class ProxyVecEnv(VecEnv):
         """The run that each row belongs to."""
         self._simulation: Simulation | None = None
         self._actions: Array = np.ones(len(self._at.run), dtype=np.int64)
-        self.render_mode = None
-        observation_space = gymnasium.spaces.Box(-LIMIT, LIMIT, (len(FEATURES),), np.float32)
-        super().__init__(len(self._at.run), observation_space, gymnasium.spaces.Discrete(3))
+        super().__init__(len(self._at.run))
 
     # ---- what VecEnv asks for ----
 
@@ -116,10 +115,7 @@ class ProxyVecEnv(VecEnv):
 
     def step_async(self, actions: Array) -> None:
         """Takes one action for each row."""
-        moves = np.asarray(actions)
-        if moves.shape != (self.num_envs,) or not np.isin(moves, (0, 1, 2)).all():
-            raise ValueError(f"Passed actions {list(moves.shape)}. There must be {self.num_envs}, each 0, 1 or 2.")
-        self._actions = moves.astype(np.int64) - 1
+        self._actions = self.checked(actions).astype(np.int64) - 1
 
     def step_wait(self) -> VecEnvStepReturn:
         """Runs one window of every run."""
@@ -147,23 +143,6 @@ class ProxyVecEnv(VecEnv):
             self._simulation.close()
             self._simulation = None
 
-    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        """Returns an attribute of the environment for each row asked for."""
-        return [getattr(self, attr_name)] * len(list(self._get_indices(indices)))
-
-    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
-        """Sets an attribute of the whole environment; rows have none of their own."""
-        setattr(self, attr_name, value)
-
-    def env_method(self, method_name: str, *args: Any, indices: VecEnvIndices = None, **kwargs: Any) -> list[Any]:
-        """Calls a method once and hands out one entry of its result to each row asked for."""
-        result = getattr(self, method_name)(*args, **kwargs)
-        return [result[index] for index in self._get_indices(indices)]
-
-    def env_is_wrapped(self, wrapper_class: type[Any], indices: VecEnvIndices = None) -> list[bool]:
-        """Says that no row is wrapped."""
-        return [False] * len(list(self._get_indices(indices)))
-
     # ---- what policies may ask ----
 
     @property
@@ -188,15 +167,9 @@ class ProxyVecEnv(VecEnv):
 
     def _propose(self) -> tuple[Array, Array, Array, Array]:
         s, settings = self.simulation, self.settings
-        costs, casts = s.assumed_costs(settings.optimism)
-        levels = propose_levels(s.worst_errors(), costs, s.ladder, s.level, settings.threshold, casts)
+        levels = proposed_levels(s, settings)
         levels = np.where(self._hold > 0, np.minimum(levels, s.level), levels)
-        formats = np.take_along_axis(s.ladder, levels, axis=1)
-        amax = s.windows["gradient_amax"][:, : s.is_unit.shape[1]].astype(np.float64)
-        needs = NEEDS_SCALE[formats] & s.is_unit
-        scale = propose_scale(amax, GRADIENT_LIMIT[formats], needs, s.loss_scale, settings.headroom_bits)
-        batch = np.clip(propose_batch(s.share, settings), 0, len(BATCH_SIZES) - 1)
-        return levels, scale, batch, propose_clip(len(s), settings)
+        return levels, *proposed_knobs(s, settings, levels)
 
     def _apply(self, moves: Array) -> None:
         s, low_high = self.simulation, self._legal_moves(self._base())

@@ -11,15 +11,16 @@ from typing import Any
 import gymnasium
 import numpy as np
 from numpy.typing import NDArray
-from stable_baselines3.common.vec_env.base_vec_env import VecEnv, VecEnvIndices, VecEnvStepReturn
+from stable_baselines3.common.vec_env.base_vec_env import VecEnvStepReturn
 
-from autoprec.encoding import FEATURES, LIMIT
+from autoprec.encoding import FEATURES
+from autoprec.envs.row_vec_env import RowVecEnv
 from autoprec.envs.training_env import TrainingEnv
 
 Array = NDArray[Any]
 
 
-class TrainingRows(VecEnv):
+class TrainingRows(RowVecEnv):
     """Steps trainings one after the other; each of their knobs is a sub-environment with ``Discrete(3)``.
 
     All rows of a training get its reward and end together; the next fit begins at once.
@@ -44,9 +45,7 @@ class TrainingRows(VecEnv):
         self._slices = [slice(end - count, end) for end, count in zip(np.cumsum(counts), counts, strict=True)]
         self._actions: Array = np.ones(len(self.run_of_row), dtype=np.int64)
         self._returns, self._lengths = np.zeros((2, len(counts)))
-        self.render_mode = None
-        space = gymnasium.spaces.Box(-LIMIT, LIMIT, (len(FEATURES),), np.float32)
-        super().__init__(len(self.run_of_row), space, gymnasium.spaces.Discrete(3))
+        super().__init__(len(self.run_of_row))
 
     def reset(self) -> NDArray[np.float32]:
         """Begins every training anew and returns the first rows."""
@@ -61,10 +60,7 @@ class TrainingRows(VecEnv):
 
     def step_async(self, actions: Array) -> None:
         """Takes one action for each row."""
-        moves = np.asarray(actions)
-        if moves.shape != (self.num_envs,) or not np.isin(moves, (0, 1, 2)).all():
-            raise ValueError(f"Passed actions {list(moves.shape)}. There must be {self.num_envs}, each 0, 1 or 2.")
-        self._actions = moves
+        self._actions = self.checked(actions)
 
     def step_wait(self) -> VecEnvStepReturn:
         """Lets every training run to its next decision."""
@@ -81,23 +77,6 @@ class TrainingRows(VecEnv):
         """Ends every training. May be called twice."""
         for env in self.trainings:
             env.close()
-
-    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        """Returns an attribute of this object for each row asked for."""
-        return [getattr(self, attr_name)] * len(list(self._get_indices(indices)))
-
-    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
-        """Sets an attribute of this object; rows have none of their own."""
-        setattr(self, attr_name, value)
-
-    def env_method(self, method_name: str, *args: Any, indices: VecEnvIndices = None, **kwargs: Any) -> list[Any]:
-        """Calls a method once and hands out one entry of its result to each row asked for."""
-        result = getattr(self, method_name)(*args, **kwargs)
-        return [result[index] for index in self._get_indices(indices)]
-
-    def env_is_wrapped(self, wrapper_class: type[Any], indices: VecEnvIndices = None) -> list[bool]:
-        """Says that no row is wrapped."""
-        return [False] * len(list(self._get_indices(indices)))
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Returns ``[rows, 3]``: which actions lead somewhere; ``sb3_contrib`` asks for it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +36,7 @@ from autoprec.policies.tuning import (
     play_settings,
     positive,
     print_gains,
+    run_command,
 )
 from autoprec.policies.tuning_study import BudgetSpentError, Meter, as_json
 from autoprec.table import TableSettings
@@ -305,12 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Those of the command line by default.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        return _fit(options, shlex.join([*_COMMAND, *(sys.argv[1:] if arguments is None else arguments)]))
-    except ValueError as error:
-        parser.error(str(error))
+    return run_command(_fit, _parser(), _COMMAND, arguments)
 
 
 def _fit(options: argparse.Namespace, command: str) -> int:

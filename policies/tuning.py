@@ -274,18 +274,34 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def run_command(
+    work: Callable[[argparse.Namespace, str], int],
+    parser: argparse.ArgumentParser,
+    command: Sequence[str],
+    arguments: Sequence[str] | None,
+) -> int:
+    """Runs what a command line asks for; what is wrong with it ends in a line of usage.
+
+    Args:
+        work: Called with the options and the whole command line as text; returns the exit status.
+        parser: Reads the options.
+        command: What stands before the arguments.
+        arguments: Those of the command line by default.
+    """
+    options = parser.parse_args(arguments)
+    try:
+        return work(options, shlex.join([*command, *(sys.argv[1:] if arguments is None else arguments)]))
+    except (ValueError, ModuleNotFoundError) as error:
+        parser.error(str(error))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Tunes, compares with the default on other tasks, and writes both.
 
     Args:
         arguments: Those of the command line by default.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        return _tune(options, shlex.join([*_COMMAND, *(sys.argv[1:] if arguments is None else arguments)]))
-    except (ValueError, ModuleNotFoundError) as error:
-        parser.error(str(error))
+    return run_command(_tune, _parser(), _COMMAND, arguments)
 
 
 def _tune(options: argparse.Namespace, command: str) -> int:

@@ -30,29 +30,14 @@ from autoprec.policies.policy_file import WEIGHTS_FILE, load_policy
 from autoprec.policies.pretrained_policy import PretrainedController
 from autoprec.readings import GlobalReading, UnitReading
 from autoprec.table_policy import TableController
+from tests import table_readings as readings
 from tests.policy_networks import constant_network, restless_network, rows, saved
 
 ROOT = Path(__file__).resolve().parents[1]
-LADDER = ("fp32", "bf16", "fp16")
-ERRORS = {"fp32": 0.0, "bf16": 0.01, "fp16": 0.001}
+LADDER, ERRORS = readings.LADDER, readings.UNIT.errors
 # the table proposes bf16
-UNIT = UnitReading(
-    name="a",
-    kind="linear",
-    legal=LADDER,
-    grad_amax=1.0,
-    errors=ERRORS,
-    times={"fp32": 1.0, "bf16": 0.5, "fp16": 0.6},
-    steps_since_change=50,
-)
-RUN = GlobalReading(
-    losses=(1.0,) * 8,
-    norms=(2.0,) * 20,
-    clip_threshold=3.0,
-    batch_size=32,
-    progress=0.5,
-    loss_scale_limits=(1.0, 2.0**24),
-)
+UNIT = replace(readings.UNIT, times={"fp32": 1.0, "bf16": 0.5, "fp16": 0.6})
+RUN = replace(readings.RUN, progress=0.5)
 
 
 def in_format(format_name: str, **fields: Any) -> UnitReading:

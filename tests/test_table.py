@@ -24,26 +24,7 @@ from autoprec.readings import GlobalReading, UnitReading
 from autoprec.table import BASE_BATCH as TABLES_BASE
 from autoprec.table import CLIP_MULTIPLIERS, Proposal, propose_batch, propose_clip, propose_levels, propose_scale
 from autoprec.table_policy import TableController
-
-LADDER = ("fp32", "bf16", "fp16")
-UNIT = UnitReading(
-    name="a",
-    kind="linear",
-    format="fp32",
-    legal=LADDER,
-    grad_amax=1.0,
-    errors={"fp32": 0.0, "bf16": 0.01, "fp16": 0.001},
-    times={"fp32": 1.0, "bf16": 0.5, "fp16": 0.4},
-    steps_since_change=50,
-)
-RUN = GlobalReading(
-    losses=(1.0,) * 8,
-    norms=(2.0,) * 20,
-    clip_threshold=3.0,
-    batch_size=32,
-    progress=0.0,
-    loss_scale_limits=(1.0, 2.0**24),
-)
+from tests.table_readings import LADDER, RUN, UNIT
 
 
 def table(**settings: Any) -> TableController:
