@@ -20,7 +20,8 @@ class PeakMemory:
 
     On a CUDA device that is what torch's allocator handed out at most, what stood there before included. Anywhere else
     it is the resident memory of this process over what was resident on entry; where the system does not let the peak be
-    set back, a peak from before entry hides what stays below it, and ``is_lower_bound`` says so.
+    set back, a peak from before entry hides what stays below it, and ``is_lower_bound`` says so. Pages that nobody used
+    for long and that the system takes back meanwhile lower the figure by as much.
 
     Args:
         device: Where the model trains.
