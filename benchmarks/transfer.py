@@ -4,7 +4,7 @@
     python -m benchmarks.transfer --quick            two tasks, two seeds: to see that it works
     python -m benchmarks.transfer --tasks byte-lstm --seeds 3
     python -m benchmarks.transfer --policies build/policies/seed-1 --subject seed-1
-    python -m benchmarks.transfer --write-docs       everything, into docs/results/transfer.json and docs/policies.md
+    python -m benchmarks.transfer --write-docs       everything, into docs/results/transfer.json and docs/transfer.md
 
 A run is one training of one task in one arm with one seed, in a process of its own with one thread, and leaves one file
 in benchmarks/results. The file's name changes with the settings, the versions, the machine and the source of autoprec.
@@ -46,7 +46,7 @@ from benchmarks.transfer_scores import summarise
 from benchmarks.transfer_tasks import TASKS, Task
 
 SUMMARY = ROOT / "docs" / "results" / "transfer.json"
-PAGE = ROOT / "docs" / "policies.md"
+PAGE = ROOT / "docs" / "transfer.md"
 BEGIN, END = "<!-- transfer: begin -->", "<!-- transfer: end -->"
 FIRST_SEED = 10
 """Tasks were made with seeds 0 and 1, which are not in the study."""
@@ -249,7 +249,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--subject", help=f"arm that is compared with all others (default: the first there is of {SUBJECTS})")
     add("--jobs", type=int, default=2, help="runs at a time, a core for each (default 2)")
     add("--folder", type=Path, default=RESULTS, help="where runs are kept")
-    add("--write-docs", action="store_true", help="writes docs/results/transfer.json and .png, and docs/policies.md")
+    add("--write-docs", action="store_true", help="writes docs/results/transfer.json and .png, and docs/transfer.md")
     options = parser.parse_args(arguments)
     if options.quick and (options.seeds or options.tasks):
         parser.error("--quick has its own tasks and seeds; leave out --tasks and --seeds")

@@ -1,4 +1,4 @@
-"""The tables of the transfer study, its last line, and what stands in docs/policies.md. Losses are shown like wins."""
+"""The tables of the transfer study, its last line, and what stands in docs/transfer.md. Losses are shown like wins."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _formats(cells: Sequence[Mapping[str, Any]]) -> str:
 
 
 def page_block(study: Study) -> str:
-    """Returns what stands in docs/policies.md.
+    """Returns what stands in docs/transfer.md.
 
     Args:
         study: What docs/results/transfer.json holds.

@@ -45,7 +45,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_the_file_in_the_documentation_is_one(tmp_path: Path) -> None:
-    page = (Path(__file__).resolve().parents[1] / "docs" / "policies.md").read_text()
+    page = (Path(__file__).resolve().parents[1] / "docs" / "training_policies.md").read_text()
     blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     (block,) = [text for text in blocks if "decisions:" in text]
     path = tmp_path / "late.yaml"

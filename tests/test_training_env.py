@@ -30,7 +30,7 @@ import gymnasium
 
 from autoprec.envs.process_state import ProcessState, isolated
 from autoprec.envs.training_env import TrainingEnv, TrainingTwin
-from tests.test_docs import blocks
+from tests.doc_pages import blocks
 from tests.training_envs import SETTINGS, Maker, make_env, nothing_left, play, random_moves
 
 
@@ -279,10 +279,10 @@ def test_observations_are_within_their_box_when_the_run_is_ruined() -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_code_in_the_docs_runs() -> None:
-    (block,) = [block for block in blocks("docs/environments.md", "python") if "Training-v0" in block]
+    (block,) = [block for block in blocks("docs/environments.md", "python") if "Training-v0" in block.text]
     names: dict[str, Any] = {}
     with nothing_left(draws=True):
-        exec(block, names)
+        exec(block.text, names)
     assert names["model"].num_timesteps == 32
 
 
