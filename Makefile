@@ -8,7 +8,7 @@ KERNELS := setup.py $(wildcard autoprec/ops/csrc/*.[ch])
 DATA := $(wildcard autoprec/hardware/data/*.toml autoprec/hardware/data/*/*.toml)
 SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py) $(DATA) $(KERNELS)
 
-.PHONY: demo test slow lint types imports check gates train-policy-quick evaluate-policy bench bench-quick \
+.PHONY: demo test slow lint types imports docs check gates train-policy-quick evaluate-policy bench bench-quick \
 	calibrate-check convergence divergence transfer sanitize triton-aot zoo range-lowest range-newest range chaos compare-demo \
 	check-all clean
 
@@ -37,7 +37,12 @@ types: $(READY)
 imports: $(READY)
 	$(BIN)/lint-imports
 
-check: lint types imports test
+# the site in build/site; a warning is an error
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "docs: build/site/index.html"
+
+check: lint types imports docs test
 
 # whether the proxies are worth training a policy on; twins that an earlier run has trained are reused
 gates: $(READY)

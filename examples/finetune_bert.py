@@ -39,7 +39,9 @@ class Lines(Dataset[Batch]):
         comments = [line.lstrip(b"# ") for line in long if line.startswith(b"# ")]
         code = [line for line in long if line.endswith((b":", b")", b"]")) and b"#" not in line]
         rng = random.Random(seed)
-        self.samples = [(line, label) for label, kind in enumerate((code, comments)) for line in rng.sample(kind, count)]
+        self.samples = [
+            (line, label) for label, kind in enumerate((code, comments)) for line in rng.sample(kind, count)
+        ]
 
     def __len__(self) -> int:
         return len(self.samples)

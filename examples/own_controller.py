@@ -94,7 +94,6 @@ def fit(epochs: int, folder: Path, resume: Path | None = None) -> AutoPrecisionC
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        deterministic=True,
     )
     trainer.fit(Regression(), DataLoader(data, batch_size=128), ckpt_path=resume)
     trainer.save_checkpoint(folder / f"after-{epochs}.ckpt", weights_only=False)  # with the optimizer

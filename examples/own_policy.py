@@ -3,8 +3,8 @@
     pip install '.[cli,rl,sweep]'    # once, in the checkout
     python examples/own_policy.py    # a minute on one core
 
-This is far too short to learn anything worth having: a policy that could be used takes hours, and `autoprec train-policy`
-with `autoprec evaluate-policy` says whether it is better than the table that it begins with. The steps are the same.
+This is far too short to learn anything worth having. A policy that could be used takes hours: `autoprec train-policy`
+trains it, and `autoprec evaluate-policy` says whether it is better than the table that it begins with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import lightning.pytorch as pl
-from lightning.pytorch.demos.boring_classes import BoringModel
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from autoprec import AutoPrecisionCallback
 from autoprec.policies.ppo import train_policy
@@ -26,9 +28,25 @@ TASKS = {"units": [3, 4], "widths": [32], "architectures": {"mlp": 1.0}, "budget
 TASKS |= {"steps": 8, "late_steps": 8}
 
 
+class Regression(pl.LightningModule):
+    """A plain LightningModule."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(32, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
+        )
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--decisions", type=int, default=4000, help="decisions of simulated runs to learn from")
+    parser.add_argument("--decisions", type=int, default=2000, help="decisions of simulated runs to learn from")
     options = parser.parse_args()
     if options.decisions < 1:
         parser.error(f"--decisions is {options.decisions}, and at least 1 is needed")
@@ -51,7 +69,9 @@ def main() -> None:
         print("features it looks at:", len(card["features"]))
         auto = AutoPrecisionCallback(policy=policy, interval=10)
         trainer = pl.Trainer(max_epochs=1, callbacks=[auto], logger=False, enable_checkpointing=False)
-        trainer.fit(BoringModel())
+        samples = torch.randn(128 * 60, 32)
+        data = TensorDataset(samples, samples.square().mean(1, keepdim=True))
+        trainer.fit(Regression(width=512), DataLoader(data, batch_size=128))
     for each in auto.history:
         print(f"step {each.step}: {each.unit or each.knob} {each.before} -> {each.applied} ({each.reason})")
 

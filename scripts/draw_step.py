@@ -13,9 +13,11 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "assets" / "step.svg"
 WIDTH, HEIGHT = 960, 548
 STYLE = """
   .page { fill: #f7f9f9; } .box { fill: #ffffff; stroke: #00796b; stroke-width: 1.6; }
-  .guard { fill: #fff3e0; stroke: #e65100; stroke-width: 1.6; } .slow { fill: #e8eaf6; stroke: #3949ab; stroke-width: 1.6; }
+  .guard { fill: #fff3e0; stroke: #e65100; stroke-width: 1.6; }
+  .slow { fill: #e8eaf6; stroke: #3949ab; stroke-width: 1.6; }
   text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; font-size: 13px; fill: #37474f; }
-  .name { font-weight: 600; font-size: 15px; fill: #102027; } .lane { font-weight: 600; font-size: 13px; fill: #607d8b; }
+  .name { font-weight: 600; font-size: 15px; fill: #102027; }
+  .lane { font-weight: 600; font-size: 13px; fill: #607d8b; }
   .line { fill: none; stroke: #78909c; stroke-width: 1.8; } .head { fill: #78909c; }
   @media (prefers-color-scheme: dark) {
     .page { fill: #1c2326; } .box { fill: #263238; stroke: #4db6ac; } .guard { fill: #3e2c17; stroke: #ffb74d; }
@@ -37,6 +39,7 @@ class Box:
     lines: tuple[str, ...]
 
     def svg(self) -> str:
+        """Returns it as SVG."""
         middle = self.left + self.width // 2
         first = self.top + self.height // 2 - 10 * len(self.lines) + (5 if self.name else -5)
         texts = []
@@ -96,7 +99,8 @@ def arrow(points: tuple[tuple[int, int], ...], label: str, place: tuple[int, int
     path = " L ".join(f"{x} {y}" for x, y in points)
     (x0, y0), (x1, y1) = points[-2:]
     dx, dy = (x1 > x0) - (x1 < x0), (y1 > y0) - (y1 < y0)
-    head = f"{x1 + 3 * dx},{y1 + 3 * dy} {x1 - 7 * dx - 5 * dy},{y1 - 7 * dy - 5 * dx} {x1 - 7 * dx + 5 * dy},{y1 - 7 * dy + 5 * dx}"
+    sides = [(x1 - 7 * dx + side * dy, y1 - 7 * dy + side * dx) for side in (-5, 5)]
+    head = " ".join(f"{x},{y}" for x, y in [(x1 + 3 * dx, y1 + 3 * dy), *sides])
     parts = [f'<path d="M {path}" class="line"/>', f'<polygon points="{head}" class="head"/>']
     if label:
         parts.append(f'<text x="{place[0]}" y="{place[1]}" text-anchor="middle">{escape(label)}</text>')

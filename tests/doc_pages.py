@@ -45,10 +45,20 @@ def blocks(page: str, language: str) -> list[Block]:
 def commands(page: str) -> list[str]:
     """Shell commands in fenced and indented blocks, without what follows two spaces and a ``#``."""
     text = read(page)
-    fenced = [line for language in ("sh", "bash", "console") for block in blocks(page, language) for line in block.text.splitlines()]
+    fenced = [
+        line
+        for language in ("sh", "bash", "console")
+        for block in blocks(page, language)
+        for line in block.text.splitlines()
+    ]
     indented = [line.strip() for block in _INDENTED.findall(_FENCE.sub("", text)) for line in block.splitlines()]
     found = [re.sub(r"^\$ |\s+#.*$", "", line).strip() for line in fenced + indented]
     return [line for line in dict.fromkeys(found) if _program(line) in COMMANDS]
+
+
+def running_text(page: str) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", read(page), flags=re.MULTILINE | re.DOTALL)
 
 
 def _program(line: str) -> str:

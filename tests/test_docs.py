@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from autoprec import AutoPrecisionCallback
-from tests.doc_pages import PAGES, ROOT, blocks, read
+from tests.doc_pages import PAGES, ROOT, blocks, read, running_text
 from tests.small_fits import Plain, loader, quiet
 
 ELSEWHERE = {"docs/environments.md": "tests/test_training_env.py::test_the_code_in_the_docs_runs"}
@@ -42,7 +42,9 @@ def test_a_block_that_is_not_run_says_why() -> None:
         assert len(re.findall("^<!-- not run: ", text, re.MULTILINE)) == sum(
             bool(block.note) for block in blocks(page, "python")
         ), page
-        assert not re.search(r"^```\w+ ", text, re.MULTILINE), f"{page}: the site shows no block with words after its kind"
+        assert not re.search(r"^```\w+ (?!title=)", text, re.MULTILINE), (
+            f"{page}: the site shows no block with words after its kind"
+        )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -78,6 +80,5 @@ def test_links_to_headings_lead_to_one(page: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
 def test_lists_begin_after_an_empty_line(page: str) -> None:
-    text = re.sub(r"^```.*?^```", "", read(page), flags=re.MULTILINE | re.DOTALL)
-    joined = re.findall(r"^(?!\s|- |\d+\. |$|\||<).+\n(?:- |\d+\. ).*", text, re.MULTILINE)
+    joined = re.findall(r"^(?!\s|- |\d+\. |$|\||<).+\n(?:- |\d+\. ).*", running_text(page), re.MULTILINE)
     assert not joined, f"the site runs these lists into the paragraph before: {joined}"
