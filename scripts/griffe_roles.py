@@ -1,4 +1,7 @@
-"""For the site: docstrings name things by roles (``:class:`~autoprec.action.Action```), Markdown by backticks."""
+"""For the site: docstrings name things by roles (``:class:`~autoprec.action.Action```), Markdown by backticks.
+
+griffe shows doctests as code under ``Examples:`` only.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ _ROLE = re.compile(r":(?:class|meth|func|attr|data|mod):`(~?)([\w.]+)`")
 
 def without_roles(text: str) -> str:
     """Returns a docstring with each role as code: the last name after ``~``, else the whole path."""
+    text = re.sub(r"^( *)Example:$", r"\1Examples:", text, flags=re.MULTILINE)
     return _ROLE.sub(lambda each: f"`{each[2].rpartition('.')[2] if each[1] else each[2]}`", text)
 
 
