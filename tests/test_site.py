@@ -1,11 +1,15 @@
 """The parts that the site is built with: its picture, its links, its settings. `make docs` builds it.
 
-Time budget: 2 s.
+Time budget: 2 s; the build, marked slow, 30 s.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -61,3 +65,25 @@ def test_nothing_comes_from_elsewhere() -> None:
     assert re.search(r"^  font: false", settings, re.MULTILINE)
     assert not re.search(r"https?://", settings)
     assert "http" not in read("docs/assets/site.css")
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    assert "WARNING" not in built.stderr
+    pages = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
+    assert {"index.html", "how_it_works.html", "api/index.html", "troubleshooting.html"} <= set(pages)
+    loaded = re.compile(
+        r"""<(?:script|img|iframe|source)[^>]+src=["']?(?:https?:)?//|<link[^>]+href=["']?(?:https?:)?//"""
+    )
+    elsewhere = {name: found[0] for name, text in pages.items() if (found := loaded.search(text))}
+    assert not elsewhere
+    assert "class GAN" in re.sub("<[^>]+>", "", pages["examples.html"])
+    assert "<!-- source" not in pages["examples.html"]
+    assert ":class:" not in pages["api/index.html"]
+    assert "guard.md</a>" not in pages["loss_scale.html"]
