@@ -84,7 +84,8 @@ def fault_of(words: list[str]) -> str | None:
     if program == "python" and rest[0] == "-m":
         return None if importlib.util.find_spec(rest[1]) else f"there is no module {rest[1]}"
     if program == "python":
-        return None if (ROOT / rest[0]).exists() else f"there is no file {rest[0]}"
+        is_ours = "/" in rest[0]  # `train.py` and the like are the reader's
+        return f"there is no file {rest[0]}" if is_ours and not (ROOT / rest[0]).exists() else None
     if program == "pip":
         named = {extra for word in rest for extra in re.findall(r"[\w-]+", "".join(re.findall(r"\[(.*?)\]", word)))}
         unknown = sorted(named - EXTRAS - {"signatures"})  # jsonargparse's own
@@ -93,15 +94,17 @@ def fault_of(words: list[str]) -> str | None:
 
 
 def fault_of_words(words: list[str]) -> str | None:
-    """Whether the command line takes the words; FILE and PROJECT stand for the reader's own."""
-    group: Any = typer.main.get_command(cli.build_app())
-    if words[0] not in group.commands:
-        return None if words[0].startswith("-") else f"there is no command {words[0]}"
-    command = group.commands[words[0]]
+    """What the command line does not know of some words: a command, or an option of it."""
+    command: Any = typer.main.get_command(cli.build_app())
+    depth = 0
+    while hasattr(command, "commands") and depth < len(words) and not words[depth].startswith("-"):
+        if words[depth] not in command.commands:
+            return f"there is no command {' '.join(words[: depth + 1])}"
+        command, depth = command.commands[words[depth]], depth + 1
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    own = words[1 : words.index("--")] if "--" in words else words[1:]
+    own = words[depth : words.index("--")] if "--" in words else words[depth:]
     unknown = [word for word in own if word.startswith("--") and word.partition("=")[0] not in known | {"--help"}]
-    return f"`autoprec {words[0]}` has no {unknown}" if unknown else None
+    return f"`autoprec {' '.join(words[:depth])}` has no {unknown}" if unknown else None
 
 
 @pytest.mark.parametrize(
