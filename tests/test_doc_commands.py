@@ -7,6 +7,7 @@ Time budget: 10 s.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shlex
@@ -93,10 +94,14 @@ def fault_of(words: list[str]) -> str | None:
     return fault_of_words(rest) if program == "autoprec" else None
 
 
+@functools.cache
+def command_line() -> Any:
+    return typer.main.get_command(cli.build_app())
+
+
 def fault_of_words(words: list[str]) -> str | None:
     """What the command line does not know of some words: a command, or an option of it."""
-    command: Any = typer.main.get_command(cli.build_app())
-    depth = 0
+    command, depth = command_line(), 0
     while hasattr(command, "commands") and depth < len(words) and not words[depth].startswith("-"):
         if words[depth] not in command.commands:
             return f"there is no command {' '.join(words[: depth + 1])}"
