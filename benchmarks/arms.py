@@ -81,6 +81,7 @@ class Arm:
         matmul: ``torch.set_float32_matmul_precision`` while it has the turn.
         callback: Makes its callback from the row, ``None`` for a static arm.
         is_control: Not a setting that torch and Lightning offer; left out of the fastest static one.
+        warm_steps: Steps that do not count at least, for an arm that has to decide or to measure something first.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Arm:
     matmul: str = "highest"
     callback: Callable[[Workload], Callback] | None = None
     is_control: bool = False
+    warm_steps: int = 0
 
     @property
     def is_static(self) -> bool:
@@ -131,7 +133,10 @@ def _int8(workload: Workload) -> Callback:
 
 
 _fused = partial(AdamW, fused=True)
-_CALIBRATED = AutoPrecisionConfig(calibration=CalibrationConfig(enabled=True))
+# what another run has measured, on a busier machine perhaps, would be another arm
+_CALIBRATED = AutoPrecisionConfig(calibration=CalibrationConfig(enabled=True, cache=False))
+_DECIDED = 55
+"""The callback decides first, and measures, after 50 applied steps; then it tries what it has chosen."""
 
 ARMS = {
     arm.name: arm
@@ -150,9 +155,28 @@ ARMS = {
         Arm("fp32", "32-true, clipping, fused AdamW", "32-true", _fused),
         Arm("fp32_medium", "the same with float32 matmul precision 'medium'", "32-true", _fused, matmul="medium"),
         Arm("ours", "bf16-mixed, clipping, default AdamW, policy 'fixed:bf16'", "bf16-mixed", callback=_fixed),
-        Arm("ours_default", "the same with the default policy", "bf16-mixed", callback=_default),
-        Arm("ours_measured", "the same, layers and attention timed first", "bf16-mixed", callback=_measured),
-        Arm("fp32_measured", "arm fp32 with measured implementations", "32-true", _fused, callback=_fp32_measured),
+        Arm(
+            "ours_default",
+            "the same with the default policy",
+            "bf16-mixed",
+            callback=_default,
+            warm_steps=_DECIDED,
+        ),
+        Arm(
+            "ours_measured",
+            "the same, layers and attention timed first",
+            "bf16-mixed",
+            callback=_measured,
+            warm_steps=_DECIDED,
+        ),
+        Arm(
+            "fp32_measured",
+            "arm fp32 with measured implementations",
+            "32-true",
+            _fused,
+            callback=_fp32_measured,
+            warm_steps=_DECIDED,
+        ),
         Arm("ours_int8", "the same with large linear layers in int8", "bf16-mixed", callback=_int8),
     )
 }

@@ -124,11 +124,11 @@ def measure_fits(
 
     Returns:
         ``laps``: for each arm a :class:`Lap` for every round, ``grad_stats``: the same for one call of it by the
-        gradients' dtype, ``final_loss`` and ``formats`` of each arm.
+        gradients' dtype, ``final_loss`` and ``formats`` of each arm after its own steps.
     """
     batches = workload.make_batches()
-    warm = max(steps, WARM_STEPS)
-    fits = [Fit(workload, arm, batches, warm + steps * rounds + 1) for arm in arms]
+    warm = {arm.name: max(steps, WARM_STEPS, arm.warm_steps) for arm in arms}
+    fits = [Fit(workload, arm, batches, warm[arm.name] + steps * rounds + 1) for arm in arms]
     probes = _grad_stats_calls(fits[0].module)
     laps: dict[str, list[Lap]] = {arm.name: [] for arm in arms}
     stats: dict[str, list[Lap]] = {name: [] for name in probes}
@@ -139,7 +139,8 @@ def measure_fits(
             fit.run.start()
         for index in range(rounds + 1):
             found = {
-                fit.arm.name: fit.run.take(steps if index else warm) for fit in (fits if index % 2 else reversed(fits))
+                fit.arm.name: fit.run.take(steps if index else warm[fit.arm.name])
+                for fit in (fits if index % 2 else reversed(fits))
             }
             calls = {name: time_calls(probe, max(2, steps)) for name, probe in probes.items()}
             if index:

@@ -1,8 +1,8 @@
-"""Training of a policy with PPO on proxy runs; goes on where it was stopped, and the same seed gives the same bytes.
+"""Training of a policy with PPO; goes on where it was stopped, and on proxy runs the same seed gives the same bytes.
 
-A training is a chain of segments. Each begins with fresh seeds and fresh episodes and is made from nothing but the
-settings and the state that the one before has left, so that a training that was killed and one that was not are the
-same. Needs the extra ``rl``.
+What it is trained on, proxy runs or the user's own module, is ``training_tasks``. A training is a chain of segments.
+Each begins with fresh seeds and fresh episodes and is made from nothing but the settings and the state that the one
+before has left, so that a training that was killed and one that was not are the same. Needs the extra ``rl``.
 """
 
 from __future__ import annotations
@@ -21,19 +21,16 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.logger import KVWriter, Logger
 
 from autoprec.encoding import FEATURES
-from autoprec.envs.proxies import Task
-from autoprec.envs.proxy_env import ProxyVecEnv, load_tasks
-from autoprec.envs.twins import Twin
 from autoprec.json_files import read_json, write_json
 from autoprec.policies.network import PolicyNetwork
 from autoprec.policies.policy_file import PolicyCard, load_policy, save_policy
 from autoprec.policies.row_policy import RowPolicy, to_network
-from autoprec.policies.train_settings import SettingsError, Stage, TrainSettings, schedule
+from autoprec.policies.train_settings import SettingsError, TrainSettings, schedule
 from autoprec.policies.training_state import RESULT_FILE, TrainingState, claim_folder, is_result, load_state
+from autoprec.policies.training_tasks import RowEnv, tasks_of
 from autoprec.policies.training_watch import Metrics, OnProgress, Progress, Watch
 from autoprec.policies.validation import Validation
 
-Tasks = Sequence[tuple[Task, Twin]]
 _STATISTICS, _LEARNING = 0, 1
 
 
@@ -67,7 +64,8 @@ def train_policy(
     if is_result(read_json(folder / RESULT_FILE)) and _has_policy(folder):
         return folder
     tell = progress or (lambda now: None)
-    with _left_as_found():
+    # a module's steps are timed as the user runs them
+    with _left_as_found(threads=1 if settings.module is None else torch.get_num_threads()):
         _Training(settings, seed, folder, tell).run(writers)
     return folder
 
@@ -81,36 +79,13 @@ def _has_policy(folder: Path) -> bool:
     return True
 
 
-def bank_tasks(settings: TrainSettings, tell: OnProgress = lambda now: None) -> tuple[Tasks, Tasks]:
-    """Returns the tasks to learn from and those of validation; twins that are missing are trained and kept.
-
-    Args:
-        settings: Of a training.
-        tell: Called as twins are done.
-
-    Raises:
-        SettingsError: If a bank has none that is usable.
-    """
-    banks = [settings.train.bank(), settings.validation.bank()]
-
-    def told(before: int) -> Callable[[int, int], None]:
-        return lambda done, _: tell(Progress(before + done, sum(map(len, banks)), "twins"))
-
-    learn = load_tasks(banks[0], progress=told(0))
-    validate = load_tasks(banks[1], progress=told(len(banks[0])))
-    for bank, usable in zip(banks, (learn, validate), strict=True):
-        if not usable:
-            raise SettingsError(f"None of the {len(bank)} tasks of bank {bank.name!r} is usable. Draw more, or others.")
-    return learn, validate
-
-
 class _Training:
     """One training of one seed, from its settings to the policy's files."""
 
     def __init__(self, settings: TrainSettings, seed: int, folder: Path, tell: OnProgress) -> None:
         self._settings, self._seed, self._folder, self._tell = settings, seed, folder, tell
-        self._tasks, validation_tasks = bank_tasks(settings, tell)
-        self._validation = Validation(validation_tasks, settings, self._network)
+        self._tasks = tasks_of(settings, folder, tell)
+        self._validation = Validation(self._tasks, self._network)
         self._state = load_state(folder) or TrainingState()
         self._state.sittings += 1
         self._logger = Logger(None, [Metrics(self._state.metrics)])
@@ -120,21 +95,21 @@ class _Training:
         state, settings = self._state, self._settings
         self._logger.output_formats += writers()
         try:
-            total = settings.rollouts(settings.n_envs)
+            total = settings.rollouts(settings.runs)
             while state.rollouts < total or not state.validations:
                 started = time.monotonic()
                 self._play_segment(total)
                 state.seconds += time.monotonic() - started
                 state.save(self._folder)
         finally:
-            self._validation.eval_env.close()
+            self._tasks.close()
             self._logger.close()
         self._export()
         write_json(self._folder / RESULT_FILE, self._result(), allow_nan=False)
 
     def _play_segment(self, total: int) -> None:
         state, settings = self._state, self._settings
-        env = _environment(settings, of_stage(self._tasks, settings.stage(state.rollouts / total)))
+        env = self._tasks.environment(state.rollouts / total)
         try:
             watch = Watch(state, total, env, self._tell)
             model = self._model(env, watch)
@@ -146,11 +121,12 @@ class _Training:
         finally:
             env.close()
 
-    def _model(self, env: ProxyVecEnv, watch: Watch) -> PPO:
+    def _model(self, env: RowEnv, watch: Watch) -> PPO:
         """A model as the last segment has left it, with random generators of this one."""
         state, settings = self._state, self._settings
         rows = settings.n_steps * env.num_envs
-        settings.check_rollout(rows)
+        if settings.module is None:  # a few rows of a module make one mini-batch
+            settings.check_rollout(rows)
         rate, clip = schedule(settings.learning_rate), schedule(settings.clip_range)
         same = ("n_steps", "n_epochs", "gamma", "gae_lambda", "ent_coef", "vf_coef", "max_grad_norm", "target_kl")
         with warnings.catch_warnings():
@@ -181,7 +157,7 @@ class _Training:
                 ) from error
         return model
 
-    def _prepare(self, model: PPO, env: ProxyVecEnv) -> None:
+    def _prepare(self, model: PPO, env: RowEnv) -> None:
         """Normalises by runs of which one half accepts the table and the other moves at random."""
         settings, runs = self._settings, int(env.run_of_row[-1]) + 1
         seed = _seed_of(self._seed, _STATISTICS, 0)
@@ -271,35 +247,6 @@ class _Training:
         }
 
 
-def of_stage(tasks: Tasks, stage: Stage | None) -> Tasks:
-    """Returns the tasks of a stage of a curriculum.
-
-    Args:
-        tasks: All tasks.
-        stage: The stage; ``None`` takes all.
-
-    Raises:
-        SettingsError: If there are none.
-    """
-    if stage is None:
-        return tasks
-    chosen = [pair for pair in tasks if pair[0].regime in stage.regimes and pair[0].table_kind in stage.tables]
-    if not chosen:
-        raise SettingsError(f"No task of the train bank is of {stage!r}. Draw more tasks, or others.")
-    return chosen
-
-
-def _environment(settings: TrainSettings, tasks: Tasks) -> ProxyVecEnv:
-    return ProxyVecEnv(
-        tasks,
-        runs=settings.n_envs,
-        mode=settings.mode,
-        settings=settings.table,
-        weights=settings.reward,
-        guard=settings.guard,
-    )
-
-
 def _summary(validation: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in validation.items() if name != "scores"}
 
@@ -317,14 +264,14 @@ def _seed_of(seed: int, purpose: int, rollouts: int) -> int:
 
 
 @contextmanager
-def _left_as_found() -> Iterator[None]:
-    """Trains on one thread, and gives back the threads and the global random generators, which PPO seeds."""
-    threads, states = torch.get_num_threads(), (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    torch.set_num_threads(1)
+def _left_as_found(threads: int) -> Iterator[None]:
+    """Trains on so many threads, and gives back the threads and the global random generators, which PPO seeds."""
+    before, states = torch.get_num_threads(), (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    torch.set_num_threads(threads)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])

@@ -62,7 +62,7 @@ class PretrainedController(MovedTableController):
             )
         self.network, self.card = load_policy(SHIPPED if folder is None else folder)
         config = config if config is not None else AutoPrecisionConfig()
-        table = _table_settings(self.card.table_settings(), config.table)
+        table = live_table(self.card.table_settings(), config.table)
         super().__init__(replace(config, table=table), self.card.mode)
         self.name = "pretrained" if folder is None else f"policy:{self.card.name}"
 
@@ -116,7 +116,14 @@ class PretrainedController(MovedTableController):
             )
 
 
-def _table_settings(trained: TableSettings, wanted: TableSettings) -> TableSettings:
+def live_table(trained: TableSettings, wanted: TableSettings | None = None) -> TableSettings:
+    """Returns the table that a policy moves in a live run.
+
+    Args:
+        trained: What it was trained with.
+        wanted: That of the run's config.
+    """
+    wanted = TableConfig() if wanted is None else wanted
     return replace(trained, schedule=wanted.schedule, batch=wanted.batch) if wanted == TableConfig() else wanted
 
 

@@ -22,9 +22,10 @@ from stable_baselines3.common.logger import KVWriter
 
 from autoprec.json_files import read_json, write_json
 from autoprec.own_process import end_with_parent, redirect_output
-from autoprec.policies.ppo import bank_tasks, train_policy
-from autoprec.policies.train_settings import TrainSettings
+from autoprec.policies.ppo import train_policy
+from autoprec.policies.train_settings import SettingsError, TrainSettings
 from autoprec.policies.training_state import RESULT_FILE, is_result
+from autoprec.policies.training_tasks import bank_tasks
 from autoprec.policies.training_watch import Progress
 
 LOG_FILE = "train.log"
@@ -75,9 +76,15 @@ def train_seeds(
 
     Raises:
         ValueError: If there is no seed, one comes twice, or ``jobs`` is below 1.
+        SettingsError: If trainings of a module were to run side by side.
     """
     if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0 or jobs < 1:
         raise ValueError(f"Passed seeds={list(seeds)} and jobs={jobs}. Seeds are different and >= 0, jobs >= 1.")
+    if jobs > 1 and settings.module is not None:
+        raise SettingsError(
+            f"Passed jobs={jobs}. Trainings of a module go by the clock and would slow each other down: train one seed"
+            " at a time."
+        )
     if jobs == 1 or len(seeds) == 1:
         for seed in seeds:
             folder = folder_of(out, seed)

@@ -88,6 +88,31 @@ class Stage(BaseModel):
         return self
 
 
+class ModuleSettings(BaseModel):
+    """The user's own training, in place of proxy runs.
+
+    Args:
+        target: ``package.module:function`` or ``path/to/file.py:function``; the function returns (LightningModule,
+            data, Trainer arguments), with a parameter ``seed`` if it likes.
+        interval: Applied optimizer steps between decisions.
+        budget: Optimizer steps of the fp32 twin. A training lasts as long as the twin's time for them, whatever the
+            Trainer's arguments say. None: as long as these say.
+        metric: Name of the held-out loss. None for ``val_loss``, else the first with a loss in its name.
+        formats: What may be chosen. None for what the device runs natively.
+        trainings: Trainings side by side; each holds a module of its own in memory.
+        validation: Trainings that a validation plays, one after the other.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    target: str = Field(min_length=1)
+    interval: int = Field(default=50, ge=1)
+    budget: int | None = Field(default=None, ge=1)
+    metric: str | None = None
+    formats: tuple[str, ...] | None = None
+    trainings: int = Field(default=1, ge=1, le=64)
+    validation: int = Field(default=2, ge=1, le=1000)
+
+
 class TrainSettings(BaseModel):
     """Everything that decides what is learnt, besides the seed.
 
@@ -97,6 +122,7 @@ class TrainSettings(BaseModel):
     Args:
         decisions: Decisions of runs to learn from; each has a row for every knob of the run.
         n_envs: Runs side by side.
+        module: The user's own training to learn from and to validate on, instead of proxy runs.
         train: Tasks to learn from.
         validation: Tasks that pick the best state of the policy, each played once.
         curriculum: Stages in their order; none plays all tasks from the beginning.
@@ -128,6 +154,7 @@ class TrainSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     decisions: int = Field(default=800_000, ge=1)
     n_envs: int = Field(default=96, ge=1, le=4096)
+    module: ModuleSettings | None = None
     train: BankSettings = BankSettings()
     validation: BankSettings = BankSettings(name="val", size=192)
     curriculum: tuple[Stage, ...] = ()
@@ -179,6 +206,8 @@ class TrainSettings(BaseModel):
         ends = [stage.until for stage in self.curriculum]
         if ends and (ends != sorted(set(ends)) or ends[-1] != 1.0):
             raise ValueError(f"Passed a curriculum that ends at {ends}. Each stage ends later, the last one at 1.0.")
+        if self.module is not None:
+            return self._fit_a_module()
         units = (self.train.bank().distribution).units
         rows = self.n_envs * (max(units) + RUN_KNOBS)
         self.check_rollout(self.n_steps * rows)
@@ -189,6 +218,19 @@ class TrainSettings(BaseModel):
                     f" {MAX_ROWS} rows in memory, these have {getattr(self, name) * rows}. Lower one of them."
                 )
         return self
+
+    def _fit_a_module(self) -> TrainSettings:
+        if self.curriculum or not self.guard:
+            raise ValueError(
+                "Passed `module` together with `curriculum` or `guard: false`. Stages are those of proxy runs, and the"
+                " guard of a real training is always on. Leave them out."
+            )
+        return self
+
+    @property
+    def runs(self) -> int:
+        """Runs side by side."""
+        return self.n_envs if self.module is None else self.module.trainings
 
     def check_rollout(self, rows: int) -> None:
         """Checks that a rollout fills a mini-batch.

@@ -19,8 +19,9 @@ from autoprec.policies.train_settings import SettingsError, TrainSettings
 CHECKPOINT_FILE = "checkpoint.pt"
 SETTINGS_FILE = "settings.json"
 RESULT_FILE = "training.json"
+TWIN_FILE = "twin.json"
 VERSION = 1
-_FILES = (CHECKPOINT_FILE, SETTINGS_FILE, RESULT_FILE, CARD_FILE, WEIGHTS_FILE)
+_FILES = (CHECKPOINT_FILE, SETTINGS_FILE, RESULT_FILE, TWIN_FILE, CARD_FILE, WEIGHTS_FILE)
 
 
 @dataclass(kw_only=True)

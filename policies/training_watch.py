@@ -10,6 +10,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import KVWriter
 
 from autoprec.envs.proxy_env import ProxyVecEnv
+from autoprec.envs.training_rows import TrainingRows
 from autoprec.policies.training_state import TrainingState
 
 
@@ -46,7 +47,7 @@ class Watch(BaseCallback):
         tell: Called after each rollout.
     """
 
-    def __init__(self, state: TrainingState, total: int, env: ProxyVecEnv, tell: OnProgress) -> None:
+    def __init__(self, state: TrainingState, total: int, env: ProxyVecEnv | TrainingRows, tell: OnProgress) -> None:
         super().__init__()
         self.runs = int(env.run_of_row[-1]) + 1
         """Runs side by side."""

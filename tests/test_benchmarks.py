@@ -14,11 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from autoprec import AutoPrecisionCallback
 from autoprec.json_files import read_json, write_json
 from benchmarks import docs, overhead, store, train
 from benchmarks.arms import ARMS, Arm
@@ -168,6 +171,22 @@ def test_every_arm_has_a_lap_for_each_round(tiny_fits: dict[str, Any]) -> None:
     assert {len(laps) for laps in (*tiny_fits["laps"].values(), *tiny_fits["grad_stats"].values())} == {2}
     assert set(tiny_fits["formats"]) == {name for name, arm in ARMS.items() if arm.callback} - {"ours_int8"}
     assert set(tiny_fits["formats"]["ours"].values()) == {"bf16"}
+
+
+def test_an_arm_decides_before_its_rounds_count() -> None:
+    class Counting(Callback):
+        steps = 0
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.steps += 1
+
+    counting, seen = Counting(), list[int]()
+    arm = Arm("counting", "", "32-true", callback=lambda _: counting, warm_steps=9)
+    measure_fits(TINY, [arm], 2, 2, on_round=lambda _: seen.append(counting.steps))
+    assert seen[0] >= 8  # the batch of the ninth step may be there before the eighth has ended
+    assert np.diff(seen).tolist() == [2, 2]
+    interval = AutoPrecisionCallback().interval
+    assert all(ARMS[name].warm_steps > interval for name in ("ours_default", "ours_measured", "fp32_measured"))
 
 
 def test_arms_train_alike(tiny_fits: dict[str, Any]) -> None:

@@ -33,10 +33,11 @@ from tests.tiny_training import TASKS, tiny
 
 pytest.importorskip("stable_baselines3")
 from autoprec.envs.proxy_env import ProxyVecEnv
-from autoprec.policies import ppo, seeds
-from autoprec.policies.ppo import bank_tasks, of_stage, train_policy
+from autoprec.policies import seeds, training_tasks
+from autoprec.policies.ppo import train_policy
 from autoprec.policies.row_policy import RowPolicy, to_network
 from autoprec.policies.training_logs import writers_of
+from autoprec.policies.training_tasks import bank_tasks, of_stage
 from autoprec.policies.training_watch import Progress
 
 pytestmark = needs_cpu_kernels
@@ -226,13 +227,14 @@ def test_banks_without_a_usable_task_are_named(tmp_path: Path) -> None:
 def test_a_curriculum_plays_the_tasks_of_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stages = (Stage(until=0.5, tables=("exact",)), Stage(until=1.0, tables=("wrong", "hidden")))
     settings = tiny(curriculum=stages, decisions=128, train={"name": "train", "size": 40, "distribution": TASKS})
-    played, make = [], ppo._environment
+    played = []
 
-    def watched(settings: Any, tasks: Any) -> Any:
-        played.append({task.table_kind for task, _ in tasks})
-        return make(settings, tasks)
+    def watched(tasks: Any, stage: Any) -> Any:
+        chosen = of_stage(tasks, stage)
+        played.append({task.table_kind for task, _ in chosen})
+        return chosen
 
-    monkeypatch.setattr(ppo, "_environment", watched)
+    monkeypatch.setattr(training_tasks, "of_stage", watched)
     train_policy(settings, 0, tmp_path / "policy")
     assert played == [{"exact"}, {"wrong", "hidden"}]
     with pytest.raises(SettingsError, match="No task of the train bank"):

@@ -41,6 +41,12 @@ Examples:
     autoprec train-policy --set guard=false --set 'net_arch=[32, 32]'
 
     autoprec train-policy --section ladder         # from scratch, not offsets
+
+    autoprec train-policy --module train.py:make --set start=autoprec-policy/seed-0   # goes on with your own training
+
+With `--module`, trainings are those of what a function of yours returns: (LightningModule, data, Trainer arguments).
+Each is a real fit, a decision comes every 50 applied steps (`--set module.interval=20`), and time is the clock's, so a
+training is not the same twice. The batch size stays yours. Settings are those of section `module`.
 """
 
 
@@ -64,6 +70,9 @@ def add_to(app: typer.Typer) -> None:
         metavar="NAME=VALUE",
         help="A setting that is to be otherwise, in YAML. Repeatable.",
     )
+    module_option = typer.Option(
+        None, metavar="FILE.py:FUNCTION", help="Train on your own module; also `package.module:function`."
+    )
     quick_option = typer.Option(False, "--quick", help="The section `quick`: few tasks and decisions.")
     resume_option = typer.Option(True, "--resume/--fresh", help="Go on, or forget what the folders hold.")
     tensorboard_option = typer.Option(False, "--tensorboard", help="Write files of TensorBoard into each folder.")
@@ -79,6 +88,7 @@ def add_to(app: typer.Typer) -> None:
         config: Path = config_option,
         section: str = section_option,
         changes: list[str] = set_option,
+        module: str = module_option,
         quick: bool = quick_option,
         resume: bool = resume_option,
         tensorboard: bool = tensorboard_option,
@@ -86,12 +96,14 @@ def add_to(app: typer.Typer) -> None:
         as_json: bool = json_option,
     ) -> None:
         _check_installed(tensorboard, wandb)
-        _check_kernels()
+        if module is None:
+            _check_kernels()
         from autoprec.policies.train_settings import SettingsError, load_settings
 
         try:
             numbers = _numbers([seeds, *(more or [])])
-            settings = load_settings(config, section or ("quick" if quick else None), **_changes(changes))
+            default = "quick" if quick else "module" if module is not None and config is None else None
+            settings = load_settings(config, section or default, **_changes(changes, module))
         except (ValueError, SettingsError) as error:
             raise typer.BadParameter(str(error)) from error
         _train(settings, numbers, jobs, out, resume, {"tensorboard": tensorboard, "wandb": wandb}, as_json)
@@ -134,18 +146,22 @@ def _numbers(words: list[str]) -> list[int]:
     return numbers
 
 
-def _changes(words: list[str]) -> dict[str, Any]:
+def _changes(words: list[str], module: str | None) -> dict[str, Any]:
     import yaml
 
-    changes = {}
+    changes: dict[str, Any] = {} if module is None else {"module": {"target": module}}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals:
             raise ValueError(f"Passed `--set {word}`. Write it as `--set name=value`.")
         if name.strip() in ("path", "section"):  # what ``load_settings`` calls a file and its section
             raise ValueError(f"Passed `--set {word}`. There is no such setting; see `--config` and `--section`.")
+        group, dot, inner = name.strip().partition(".")
+        if dot and (group != "module" or module is None):
+            raise ValueError(f"Passed `--set {word}`. Only settings of a module have a dot, together with `--module`.")
+        into, key = (changes[group], inner) if dot else (changes, name.strip())
         try:
-            changes[name.strip()] = yaml.safe_load(value)
+            into[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ValueError(f"Passed `--set {word}`. `{value}` is no YAML: {error}") from error
     return changes
