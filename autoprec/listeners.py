@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from autoprec.history import History
 from autoprec.progress_reading import ProgressListener
+from autoprec.record_writer import RecordWriter
 
 
 def check_record(record: Any) -> None:
@@ -35,6 +36,9 @@ def listeners_for(trainer: Any, record: bool | str | Path = False) -> list[Progr
     if not trainer.is_global_zero:
         return []
     listeners: list[ProgressListener] = []
+    if record is not False:
+        folder = Path(trainer.log_dir or trainer.default_root_dir) / "autoprec" if record is True else Path(record)
+        listeners.append(RecordWriter(folder))
     return listeners
 
 
