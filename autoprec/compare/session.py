@@ -47,12 +47,12 @@ class RunSpec:
         seed: The run's seed.
         folder: Where its checkpoints and logs go.
         outputs: File for the outputs of the trained model.
-        record: Where a run with autoprec keeps its record.
         threads: Threads for one operation.
         clock: What measures steps.
         interval: Steps between decisions of a callback that is added.
         every: Steps between validations, ``None`` for the target's own.
         steps: Most steps of a fit that is not compared.
+        record: Where a run with autoprec keeps its record; ``None`` leaves that to its callback.
     """
 
     target: Target
@@ -60,12 +60,12 @@ class RunSpec:
     seed: int
     folder: Path
     outputs: Path
-    record: Path
     threads: int
     clock: Clock
     interval: int | None = None
     every: int | None = None
     steps: int | None = None
+    record: Path | None = None
 
 
 def train(spec: RunSpec, connection: Connection) -> Done:
@@ -162,7 +162,7 @@ class Session:
 
     def _on_start(self, gate: GateHooks, trainer: Any, module: Any) -> tuple[str, ...]:
         steered = steered_callback(trainer)
-        if steered is not None:
+        if steered is not None and self._spec.record is not None:
             steered.record = self._spec.record if self._compared is None else False
         if self._compared is None:
             self._compared, gate.connection = gate, self._connection
