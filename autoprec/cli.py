@@ -22,9 +22,10 @@ _EXTRAS = {
     "cli": ("typer", "rich", "matplotlib", "scipy", "sklearn"),
     "compress": ("zstandard",),
     "plan": ("scipy",),
+    "report": ("jinja2", "plotly"),
     "rl": ("gymnasium", "stable_baselines3", "sb3_contrib"),
 }
-_UNUSED_EXTRAS = ("sweep", "wandb", "report", "monitor", "ray")  # named for parts that are still to come
+_UNUSED_EXTRAS = ("sweep", "wandb", "monitor", "ray")  # named for parts that are still to come
 _INSTALL = "Run `pip install '.[cli]'` in a checkout of autoprec."
 MIN_MINUTES = 1.0
 

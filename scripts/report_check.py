@@ -57,7 +57,7 @@ LOOK = """() => {
 
 
 class Classifier(pl.LightningModule):
-    """Six layers, the fourth of which gets inputs that leave the range of fp16 for a while."""
+    """Six layers; what the first two give leaves the range of fp16 for a while."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +66,7 @@ class Classifier(pl.LightningModule):
         self.head = nn.Linear(96, 8)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Three steps have inputs that are too large."""
         x, y = batch
         hidden = self.stem(x)
         if 150 <= self.global_step < 153:
@@ -75,6 +76,7 @@ class Classifier(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
+        """AdamW with a schedule, so that the learning rate is drawn."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=400)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -107,7 +109,7 @@ def overflowing_run(folder: Path) -> None:
 
 def comparison(folder: Path) -> None:
     """A small comparison with its own command."""
-    words = [TARGET, "--arms", "32-true,bf16-mixed,autoprec", "--seeds", "3", "--interval", "8", "--minutes", "1"]
+    words = [TARGET, "--arms", "32-true,bf16-mixed,autoprec", "--seeds", "3", "--interval", "8", "--steps", "60"]
     command = [sys.executable, "-m", "autoprec", "compare", *words, "--out", str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)

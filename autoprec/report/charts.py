@@ -101,7 +101,7 @@ def lines(
         )
     y_axis: dict[str, Any] = {"title": {"text": escape(y_title)}, "type": "log" if is_log else "linear"}
     if is_log:
-        y_axis |= {"exponentformat": "power", "dtick": None}
+        y_axis |= {"exponentformat": "power", "dtick": 1}
     elif starts_at_0:
         y_axis["rangemode"] = "tozero"
     layout = {"xaxis": {"title": {"text": escape(x_title)}}, "yaxis": y_axis, "showlegend": len(lines_) > 1}
@@ -145,7 +145,7 @@ class Point:
 
 
 def points(
-    points_: Sequence[Point], x_title: str, *, centre: float, band: float, band_name: str, digits: int = 3
+    points_: Sequence[Point], x_title: str, *, centre: float, band: float, band_name: str, form: str = ".3f"
 ) -> dict[str, Any]:
     """Returns a figure of values with intervals, one row each, about a line with a band of no difference.
 
@@ -155,7 +155,7 @@ def points(
         centre: Where the line is.
         band: Half the width of the band.
         band_name: What the band is.
-        digits: Significant digits of the numbers beside the points.
+        form: How numbers beside the points are written.
     """
     names = [escape(point.name) for point in points_]
     errors = [(0.0, 0.0) if p.low is None or p.high is None else (p.high - p.value, p.value - p.low) for p in points_]
@@ -164,7 +164,7 @@ def points(
         "mode": "markers+text",
         "x": [point.value for point in points_],
         "y": names,
-        "text": [f"{point.value:.{digits}g}" for point in points_],
+        "text": [format(point.value, form) for point in points_],
         "textposition": "top center",
         "cliponaxis": False,
         "error_x": {

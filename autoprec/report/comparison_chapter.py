@@ -312,7 +312,7 @@ def _differences(verdict: Verdict) -> Chart | None:
     ]
     better = "less" if verdict.mode == "min" else "more"
     figure = points(
-        drawn, f"{better} is better", centre=0.0, band=verdict.margin, band_name="counts as no difference", digits=2
+        drawn, f"{better} is better", centre=0.0, band=verdict.margin, band_name="counts as no difference", form="+.2g"
     )
     return Chart(
         title=f"{verdict.metric} less that of {verdict.reference}",

@@ -16,6 +16,7 @@ from autoprec.run_record import UNOFFERED, RunRecord
 WINDOW = "optimizer window"
 _MOST_DECISIONS = 500
 _MOST_UNITS = 200
+_WIDE = 50.0
 
 
 def loss_charts(record: RunRecord) -> tuple[Chart, ...]:
@@ -29,7 +30,8 @@ def loss_charts(record: RunRecord) -> tuple[Chart, ...]:
         return ()
     losses = [step.loss for step in steps]
     caption = "Each point is the mean training loss since the point before it."
-    minutes = [step.elapsed_s / 60 for step in steps]
+    unit, size = _unit_of_time(steps[-1].elapsed_s)
+    times = [step.elapsed_s / size for step in steps]
     return (
         Chart(
             title="Loss over steps",
@@ -38,10 +40,17 @@ def loss_charts(record: RunRecord) -> tuple[Chart, ...]:
         ),
         Chart(
             title="Loss over time",
-            figure=lines([Line(name="loss", x=minutes, y=losses)], "minutes of training", "training loss"),
+            figure=lines([Line(name="loss", x=times, y=losses)], f"{unit} of training", "training loss"),
             caption=f"{caption} Validation and decisions are part of the time.",
         ),
     )
+
+
+def _unit_of_time(seconds: float) -> tuple[str, float]:
+    """The unit in which a span of time is read best, and its seconds."""
+    if seconds < 180:
+        return "seconds", 1.0
+    return ("minutes", 60.0) if seconds < 10800 else ("hours", 3600.0)
 
 
 def speed_charts(record: RunRecord) -> tuple[Chart, ...]:
@@ -86,7 +95,7 @@ def knob_charts(record: RunRecord) -> tuple[Chart, ...]:
     found = []
     if any(step.loss_scale != 1.0 for step in steps):
         line = Line(name="loss scale", x=windows, y=[s.loss_scale for s in steps], is_step=True)
-        found.append(Chart(title="Loss scale", figure=lines([line], WINDOW, "factor", is_log=True)))
+        found.append(Chart(title="Loss scale", figure=lines([line], WINDOW, "factor", is_log=_is_wide(line))))
     norms = Line(name="gradient norm", x=windows, y=[step.grad_norm for step in steps], is_bold=False)
     clip = Line(
         name="clip threshold", x=windows, y=[s.clip_threshold for s in steps], colour=ORANGE, is_step=True, dash=1
@@ -95,7 +104,7 @@ def knob_charts(record: RunRecord) -> tuple[Chart, ...]:
     if shown:
         caption = "Norms above the threshold are scaled down to it. Gaps: clipping is off, or a norm was not finite."
         title = " and ".join(line.name for line in shown)
-        figure = lines(shown, WINDOW, "global norm", is_log=True)
+        figure = lines(shown, WINDOW, "global norm", is_log=_is_wide(*shown), starts_at_0=True)
         found.append(Chart(title=title[:1].upper() + title[1:], figure=figure, caption=caption))
     sizes = [None if s.batch_size is None else s.batch_size * s.accumulate for s in steps]
     if len({size for size in sizes if size is not None}) > 1:
@@ -103,12 +112,23 @@ def knob_charts(record: RunRecord) -> tuple[Chart, ...]:
         found.append(Chart(title="Effective batch size", figure=lines([line], WINDOW, "samples", starts_at_0=True)))
     if any(step.noise_scale is not None for step in steps):
         line = Line(name="noise scale", x=windows, y=[s.noise_scale for s in steps], colour=GREEN, unit="samples")
-        found.append(Chart(title="Gradient-noise scale", figure=lines([line], WINDOW, "samples", is_log=True)))
+        found.append(
+            Chart(
+                title="Gradient-noise scale",
+                figure=lines([line], WINDOW, "samples", is_log=_is_wide(line), starts_at_0=True),
+            )
+        )
     rates = [step.learning_rate for step in steps]
     if len({rate for rate in rates if rate is not None}) > 1:
         line = Line(name="learning rate", x=windows, y=rates, colour=BLUE)
         found.append(Chart(title="Learning rate", figure=lines([line], WINDOW, "learning rate")))
     return tuple(found)
+
+
+def _is_wide(*lines_: Line) -> bool:
+    """Whether values differ so much that only a logarithmic axis shows them all."""
+    values = [value for line in lines_ for value in line.y if value is not None and 0.0 < value < float("inf")]
+    return bool(values) and max(values) > _WIDE * min(values)
 
 
 def formats_table(record: RunRecord) -> Table | None:
@@ -280,8 +300,10 @@ def format_shares(record: RunRecord) -> str:
         record: The record.
     """
     sizes = {unit.name: unit.parameter_count for unit in record.info.units}
+    emulated = {name for unit in record.info.units for name in unit.emulated if record.formats.get(unit.name) == name}
     found: Counter[str] = Counter()
     for unit, name in record.formats.items():
         found[name] += sizes.get(unit, 0)
     total = sum(found.values())
-    return ", ".join(f"{share(size, total)} {name}" for name, size in found.most_common() if size)
+    words = {name: f"{name} (emulated on this device)" if name in emulated else name for name in found}
+    return ", ".join(f"{share(size, total)} {words[name]}" for name, size in found.most_common() if size)

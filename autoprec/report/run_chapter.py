@@ -32,9 +32,7 @@ def run_chapter(record: RunRecord, prices: Prices) -> Chapter:
     blocks.add("refused", "What was refused, and why", parts.refused_table(record))
     blocks.add("costs", "What formats cost here", parts.costs_table(record))
     blocks.add("money", "Cost of the run", *_money(record, prices))
-    summary = Code(text=record.totals.summary, title="Table at the end of fit", is_folded=True)
-    said = summary if record.totals is not None and record.totals.summary else None
-    blocks.add("again", "To run it again", *parts.versions_block(record), said, _damage(record))
+    blocks.add("again", "To run it again", *parts.versions_block(record), _summary(record), _damage(record))
     return Chapter(
         title=f"{record.info.model} with policy {record.info.policy}",
         kind="run",
@@ -54,8 +52,9 @@ def headline(record: RunRecord) -> str:
     """
     said = [f"Training {record.how_it_ended}, after {count(record.applied, 'applied step')}."]
     if record.formats:
-        end = "Layers end in" if record.totals is not None else "Layers are in"
-        said.append(f"{end} {parts.format_shares(record) or ', '.join(sorted(set(record.formats.values())))}.")
+        end = "ended" if record.totals is not None else "are"
+        shares = parts.format_shares(record) or ", ".join(sorted(set(record.formats.values())))
+        said.append(f"Parameters {end} in {shares}.")
     raised = {d.unit for d in record.decisions if d.knob == "precision" and d.reason.startswith("guard")}
     if record.skipped:
         were = "was" if record.skipped == 1 else "were"
@@ -163,6 +162,12 @@ def _steps_by_format(record: RunRecord) -> dict[str, dict[str, int]]:
             steps = found.setdefault(unit, {})
             steps[name] = steps.get(name, 0) + end - begin
     return found
+
+
+def _summary(record: RunRecord) -> Code | None:
+    if record.totals is None or not record.totals.summary:
+        return None
+    return Code(text=record.totals.summary, title="Table at the end of fit", is_folded=True)
 
 
 def _damage(record: RunRecord) -> Text | None:

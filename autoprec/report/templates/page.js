@@ -24,7 +24,6 @@
     };
   }
 
-  // lines of marks are drawn in the colour of the ink, so that they show on dark paper as well
   function draw() {
     figures.forEach(function (figure, index) {
       const layout = Object.assign({}, figure.layout, { template: template() });
