@@ -12,14 +12,14 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoprec.history import Decision
 from autoprec.progress_reading import RunInfo, RunTotals
 
-VERSION = 1
+VERSION: Final = 1
 RUN, HISTORY, STEPS = "run.json", "history.jsonl", "steps.jsonl"
 UNOFFERED = "not offered to policies"
 """How the reason of a format begins that policies may not choose."""

@@ -4,8 +4,8 @@
     python examples/offline_report.py            # ten seconds on one core; writes offline-report/report.html
     python examples/offline_report.py --steps 20 --out /tmp/report
 
-The record is written while the network trains, so that it is there after a crash too. `autoprec report FOLDER` makes the
-same page from the command line.
+The record is written while the network trains, so that it is there after a crash too. `autoprec report FOLDER` makes
+the same page from the command line.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import webbrowser
 from pathlib import Path
@@ -134,7 +135,7 @@ def _publish(where: str | None, group: str | None, folders: list[Path]) -> None:
     if folders:
         raise typer.BadParameter("`--wandb` reads runs from Weights & Biases: name no folder.", param_hint="'FOLDER'")
     try:
-        from autoprec.wandb_report import publish
+        publish = importlib.import_module("autoprec.wandb_report").publish
     except ModuleNotFoundError as error:
         name = error.name or "wandb"
         typer.echo(f"A report in Weights & Biases needs `{name}`. Run `pip install 'autoprec[wandb]'`.", err=True)

@@ -157,7 +157,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what strict JSON can hold: everything but the figures, which are drawings of the rest."""
-        return _without_figures(finite(asdict(self)))
+        document: dict[str, Any] = _without_figures(finite(asdict(self)))
+        return document
 
 
 @dataclass
