@@ -96,10 +96,10 @@ def _facts(data: ComparisonData) -> tuple[tuple[str, str], ...]:
     seeds = max(len(arm.seeds) for arm in verdict.arms)
     steps = sorted({len(run.steps) for run in data.comparison.runs})
     environment = next((run.environment for run in data.comparison.runs if run.environment), {})
-    margin = f"{number(verdict.margin)} ({'lower' if verdict.mode == 'min' else 'higher'} is better)"
+    better = "lower" if verdict.mode == "min" else "higher"
     return (
-        ("judged by", verdict.metric),
-        ("margin", margin),
+        ("judged by", f"{verdict.metric}, {better} is better"),
+        ("margin", number(verdict.margin)),
         ("best static", verdict.best_static or NOTHING),
         ("seeds", str(seeds)),
         ("steps of a run", " to ".join(f"{count:,}" for count in dict.fromkeys((steps[0], steps[-1])))),

@@ -54,6 +54,7 @@ def to_html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["with_code"] = _with_code
     figures = [
         finite(block.figure)
         for chapter in report.chapters
@@ -69,3 +70,15 @@ def to_html(report: Report) -> str:
         script=(templates / "page.js").read_text(encoding="utf-8"),
     )
     return page
+
+
+def _with_code(text: str) -> str:
+    """Returns a text as HTML, with what stands between backticks as code."""
+    from markupsafe import Markup, escape
+
+    parts = [escape(part) for part in text.split("`")]
+    if len(parts) % 2 == 0:  # one of them is alone
+        return escape(text)
+    return Markup("").join(
+        Markup("<code>") + part + Markup("</code>") if i % 2 else part for i, part in enumerate(parts)
+    )

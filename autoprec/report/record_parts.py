@@ -95,7 +95,9 @@ def knob_charts(record: RunRecord) -> tuple[Chart, ...]:
     found = []
     if any(step.loss_scale != 1.0 for step in steps):
         line = Line(name="loss scale", x=windows, y=[s.loss_scale for s in steps], is_step=True)
-        found.append(Chart(title="Loss scale", figure=lines([line], WINDOW, "factor", is_log=_is_wide(line))))
+        found.append(
+            Chart(title="Loss scale", figure=lines([line], WINDOW, "factor", is_log=_is_wide(line), starts_at_0=True))
+        )
     norms = Line(name="gradient norm", x=windows, y=[step.grad_norm for step in steps], is_bold=False)
     clip = Line(
         name="clip threshold", x=windows, y=[s.clip_threshold for s in steps], colour=ORANGE, is_step=True, dash=1
@@ -251,7 +253,7 @@ def decisions_table(record: RunRecord) -> Table | None:
     return Table(
         columns=("window", "what", "change", "why"),
         rows=rows,
-        caption=f"{count(len(done), 'change')} in all.{more}",
+        caption=f"Every change with its reason: {count(len(done), 'change')}.{more}",
         left=(1, 2, 3),
         is_folded=True,
     )
