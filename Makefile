@@ -10,7 +10,7 @@ SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py
 
 .PHONY: demo test slow lint types imports docs check gates train-policy-quick evaluate-policy bench bench-quick \
 	calibrate-check convergence divergence transfer sanitize triton-aot zoo range-lowest range-newest range chaos compare-demo \
-	check-all clean
+	report-check check-all clean
 
 demo: $(READY)
 	$(BIN)/autoprec demo
@@ -79,6 +79,10 @@ divergence: $(READY)
 # the same; two runs at a time, under an hour on two cores. `python -m benchmarks.transfer --quick` takes 5 minutes
 transfer: $(READY)
 	$(BIN)/python -m benchmarks.transfer
+
+# small runs, their pages in a headless Chromium (apt-get install chromium), screenshots for docs/report.md
+report-check: $(READY)
+	$(BIN)/python scripts/report_check.py
 
 sanitize: $(READY)
 	$(BIN)/python scripts/sanitize.py

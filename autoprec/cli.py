@@ -22,9 +22,10 @@ _EXTRAS = {
     "cli": ("typer", "rich", "matplotlib", "scipy", "sklearn"),
     "compress": ("zstandard",),
     "plan": ("scipy",),
+    "report": ("jinja2", "plotly"),
     "rl": ("gymnasium", "stable_baselines3", "sb3_contrib"),
 }
-_UNUSED_EXTRAS = ("sweep", "wandb", "report", "monitor", "ray")  # named for parts that are still to come
+_UNUSED_EXTRAS = ("sweep", "wandb", "monitor", "ray")  # named for parts that are still to come
 _INSTALL = "Run `pip install '.[cli]'` in a checkout of autoprec."
 MIN_MINUTES = 1.0
 
@@ -107,7 +108,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
-    from autoprec.commands import compare, evaluate_policy, hardware, train_policy
+    from autoprec.commands import compare, evaluate_policy, hardware, report, train_policy
 
     app = typer.Typer(
         help=_APP_HELP,
@@ -150,6 +151,7 @@ def build_app() -> typer.Typer:
             typer.echo(line)
 
     compare.add_to(app)
+    report.add_to(app)
     hardware.add_to(app)
     train_policy.add_to(app)
     evaluate_policy.add_to(app)
