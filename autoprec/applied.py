@@ -337,8 +337,9 @@ def _judged(units: Sequence[Unit], precision: Mapping[str, str]) -> tuple[dict[s
         raise ValueError(_unknown(units, missing or list(precision)))
     by_name = {unit.name: unit for unit in units}
     refused = {name: why for name, each in asked.items() if (why := _why_not(by_name[name], each)) is not None}
-    named = sorted(refused.keys() & exact.keys())
-    fruitless = [pattern for pattern in precision if all(unit.name in refused for unit in select(units, pattern))]
+    hard = {name for name in refused if asked[name] != "fp32"}  # what cannot be steered is in fp32 anyway
+    named = sorted(hard & exact.keys())
+    fruitless = [pattern for pattern in precision if all(unit.name in hard for unit in select(units, pattern))]
     if named or fruitless:
         first = named[0] if named else next(unit.name for unit in select(units, fruitless[0]))
         raise ValueError(f"The map asks for {asked[first]} for {first!r}, which cannot be: {refused[first]}.")

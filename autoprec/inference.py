@@ -20,6 +20,7 @@ from autoprec.applied import AppliedMap
 from autoprec.fidelity import collect_outputs, compare_outputs, evaluating
 from autoprec.map_file import load_map
 from autoprec.outputs import call
+from autoprec.run_record import is_record, read_record
 
 _ROUNDS = 7
 _LEAST_S = 0.02
@@ -102,11 +103,15 @@ def read_map(map: Mapping[str, str] | str | Path) -> Mapping[str, str]:
 
 
 def _map_of_folder(folder: Path) -> Mapping[str, str]:
+    if is_record(folder):
+        # layers that cannot be steered are in the record, in fp32
+        return {name: each for name, each in read_record(folder).formats.items() if each != "fp32"} or {"*": "fp32"}
     for name in ("map.yaml", "best.yaml"):
         if (folder / name).is_file():
             return read_map(folder / name)
     raise ValueError(
-        f"Passed the folder {str(folder)!r}, which holds no map. A map is a file that `callback.save_map(path)` writes."
+        f"Passed the folder {str(folder)!r}, which holds neither a map nor the record of a run. A map is a file that"
+        " `callback.save_map(path)` writes, a record is what `AutoPrecisionCallback(record=True)` writes."
     )
 
 

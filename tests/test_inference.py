@@ -397,8 +397,30 @@ def test_map_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file"):
         apply_map(mlp(), tmp_path / "none.yaml")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no map"):
+    with pytest.raises(ValueError, match="neither a map nor the record of a run"):
         apply_map(mlp(), tmp_path / "empty")
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "fp32"])
+def test_formats_that_a_recorded_run_ended_with(format_name: str, tmp_path: Path) -> None:
+    module = Full()
+    module.scale = nn.Parameter(torch.ones(1))  # cannot be steered
+    callback = AutoPrecisionCallback(f"fixed:{format_name}", record=tmp_path / "run", verbose=False)
+    quiet(max_epochs=1, callbacks=[callback]).fit(module, loader(), loader(16))
+    callback.save_map(tmp_path / "map.yaml")
+    for source in (tmp_path / "run", tmp_path / "map.yaml"):
+        with apply_map(module, source) as applied:
+            assert applied.formats == {"net.0": format_name, "net.2": format_name}
+
+
+def test_a_unit_that_cannot_be_steered_may_be_asked_for_fp32() -> None:
+    module = Full()
+    module.scale = nn.Parameter(torch.ones(1))
+    with apply_map(module, {"(root)": "fp32", "net.0": "bf16"}) as applied:
+        assert applied.formats == {"net.0": "bf16"}
+        assert set(applied.refused) == {"(root)"}
+    with pytest.raises(ValueError, match="cannot be intercepted"):
+        apply_map(module, {"(root)": "bf16"})
 
 
 @pytest.mark.parametrize(
