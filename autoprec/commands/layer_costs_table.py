@@ -52,7 +52,7 @@ def _groups(units: Mapping[str, Any]) -> list[list[str]]:
         groups.setdefault(json.dumps([unit["kind"], unit], sort_keys=True), []).append(name)
 
     def total_ms(names: list[str]) -> float:
-        return len(names) * max(cost["ms"] for cost in units[names[0]]["formats"].values())
+        return len(names) * max(float(cost["ms"]) for cost in units[names[0]]["formats"].values())
 
     return sorted(groups.values(), key=total_ms, reverse=True)
 

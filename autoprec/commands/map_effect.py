@@ -121,7 +121,7 @@ class _Validation:
     ) -> None:
         self._target, self._settings, self._watch, self._trainer = target, settings, watch, trainer
         self._data = validation_data(arguments)
-        self._module = arguments.get("model")
+        self._module: Any = arguments.get("model")
         if not trainer.enable_validation:
             raise TargetError(
                 f"The target `{target.text}` has no validation: no `validation_step`, or no data for it. A map is"
