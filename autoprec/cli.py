@@ -39,7 +39,7 @@ Examples:
 
     autoprec compare --help          # each command's help has examples
 
-    autoprec --install-completion    # names of commands by the tabulator
+    autoprec --install-completion    # commands and options by the Tab key
 """
 
 

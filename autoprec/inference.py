@@ -106,9 +106,8 @@ def _map_of_folder(folder: Path) -> Mapping[str, str]:
     if is_record(folder):
         # layers that cannot be steered are in the record, in fp32
         return {name: each for name, each in read_record(folder).formats.items() if each != "fp32"} or {"*": "fp32"}
-    for name in ("map.yaml", "best.yaml"):
-        if (folder / name).is_file():
-            return read_map(folder / name)
+    if (folder / "map.yaml").is_file():
+        return read_map(folder / "map.yaml")
     raise ValueError(
         f"Passed the folder {str(folder)!r}, which holds neither a map nor the record of a run. A map is a file that"
         " `callback.save_map(path)` writes, a record is what `AutoPrecisionCallback(record=True)` writes."

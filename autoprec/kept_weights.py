@@ -115,16 +115,17 @@ class _Copies:
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
         self._parameters = _parameters(layer)
-        self._marks = _marks(self._parameters)
+        self._versions = _versions(self._parameters)
         names = self._parameters[:1] if layer.format_name == "int8" else self._parameters
         self.copies = [new_copy(parameter, str(layer.format_name), transposed=False) for parameter in names]
         self.pairs = list(zip(names, self.copies, strict=True))
 
     @property
     def are_right(self) -> bool:
-        """Whether the layer still has its parameters, unwritten as far as versions tell."""
+        """Whether the layer still has its parameters, unwritten since this forward began as far as versions tell."""
         now = _parameters(self._layer)
-        return len(now) == len(self._parameters) and all(map(_is, now, self._parameters)) and self._marks == _marks(now)
+        is_same = len(now) == len(self._parameters) and all(map(_is, now, self._parameters))
+        return is_same and self._versions == _versions(now)
 
     def want_gradients(self, x: Tensor) -> bool:
         """Whether a gradient is wanted that a copy would not pass on; int8 ones pass none on to the input either."""
@@ -161,9 +162,12 @@ def _parameters(layer: Layer) -> list[Tensor]:
 
 
 def _marks(parameters: Sequence[Tensor]) -> list[Any]:
-    # a tensor that was made under inference mode counts no versions
-    versions = [-1 if parameter.is_inference() else parameter._version for parameter in parameters]
-    return [*versions, *layouts_of(parameters)]
+    return [*_versions(parameters), *layouts_of(parameters)]
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[int]:
+    # a tensor that was made under inference mode counts none
+    return [-1 if parameter.is_inference() else parameter._version for parameter in parameters]
 
 
 def _is(left: object, right: object) -> bool:
