@@ -26,7 +26,7 @@ from autoprec.autocast import ENCODER_FAST_PATH, ambient
 from autoprec.formats import rank
 from autoprec.kept_weights import KeptWeights
 from autoprec.layers import ModuleState, Runtime, first_tensor
-from autoprec.lookalike import plain_class, registers_subclasses
+from autoprec.lookalike import registers_subclasses, undo_lookalike
 from autoprec.runners import Runner, is_functorch_active, make_base_runner
 from autoprec.trial import Trial
 from autoprec.units import Unit, find_units, resolve, select
@@ -138,8 +138,6 @@ class AppliedMap:
             _take_out(state)
         self._states = []
         self._weights.forget()
-        for unit in self._units.values():
-            unit.states.clear()
 
     def refresh(self) -> None:
         """Makes the copies of weights anew; needed after writes through ``.data`` only, others are noticed."""
@@ -148,11 +146,13 @@ class AppliedMap:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Has the model compute as without the map for the time of a block, in all threads."""
-        self._runtime.is_active = False
+        for state in self._states:
+            _take_out(state)
         try:
             yield
         finally:
-            self._runtime.is_active = not self.is_removed
+            for state in self._states:
+                _put_in(state)
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -217,15 +217,14 @@ class AppliedMap:
             if (unit is None and id(module) not in holders) or registers_subclasses(type(module)):
                 continue
             try:
-                states.append(self._make_state(module, unit))
+                state = self._make_state(module, unit)
+                _put_in(state)
             except (TypeError, ValueError, AttributeError, RuntimeError) as error:
                 if unit is not None:
                     self.refused[unit.name] = f"its class cannot be extended ({error})"
                     self.formats.pop(unit.name, None)
-        for state in states:
-            _put_in(state)
-            if state.is_unit:
-                state.unit.states.append(state)
+                continue
+            states.append(state)
         return states
 
     def _make_state(self, module: nn.Module, unit: Unit | None) -> AppliedState:
@@ -299,7 +298,7 @@ def _take_out(state: AppliedState) -> None:
             module.__dict__[_STATE] = state.below
             return
         module.__dict__.pop(_STATE, None)
-        object.__setattr__(module, "__class__", plain_class(module))
+        undo_lookalike(module)
         return
     while top is not None and top.below is not state:
         top = top.below
@@ -349,6 +348,8 @@ def _judged(units: Sequence[Unit], precision: Mapping[str, str]) -> tuple[dict[s
 def _why_not(unit: Unit, format_name: str) -> str | None:
     if unit.reason is not None:
         return unit.reason
+    if any(registers_subclasses(type(module)) for module in unit.modules):
+        return "its class runs code when it is extended (`__init_subclass__`)"
     return None if format_name in unit.legal else f"this layer runs in {', '.join(unit.legal)}"
 
 

@@ -20,7 +20,6 @@ from autoprec.applied import AppliedMap
 from autoprec.fidelity import collect_outputs, compare_outputs, evaluating
 from autoprec.map_file import load_map
 from autoprec.outputs import call
-from autoprec.run_record import is_record, read_record
 
 _ROUNDS = 7
 _LEAST_S = 0.02
@@ -103,6 +102,8 @@ def read_map(map: Mapping[str, str] | str | Path) -> Mapping[str, str]:
 
 
 def _map_of_folder(folder: Path) -> Mapping[str, str]:
+    from autoprec.run_record import is_record, read_record  # pydantic takes time to import
+
     if is_record(folder):
         # layers that cannot be steered are in the record, in fp32
         return {name: each for name, each in read_record(folder).formats.items() if each != "fp32"} or {"*": "fp32"}

@@ -150,6 +150,8 @@ def _can_run(layer: Layer) -> bool:
 
 def _lies_well(layer: Layer) -> bool:
     parameters = _parameters(layer)
+    if layer.module._parameters.get("weight") is None:  # parametrized or pruned since
+        return False
     are_plain = all(type(each) is nn.Parameter and each.dtype is torch.float32 for each in parameters)
     if layer.format_name == "int8":
         return are_plain and parameters[0].is_contiguous()

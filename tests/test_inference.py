@@ -220,6 +220,65 @@ def test_maps_nest_and_leave_in_any_order(is_inner_first: bool) -> None:
     assert [kind for kind, _ in shape_of(model)] == [kind for kind, _ in before]
 
 
+def test_a_map_that_is_suspended_leaves_those_below_in_force() -> None:
+    model = mlp()
+    with apply_map(model, {"*": "bf16"}), apply_map(model, {"2": "fp32"}) as inner:
+        with inner.suspended():
+            assert runs_in(model, rows())["2"] is torch.bfloat16
+        assert runs_in(model, rows())["2"] is torch.float32
+        with inner.suspended():
+            inner.remove()
+        assert runs_in(model, rows())["2"] is torch.bfloat16
+    assert type(model[2]) is nn.Linear
+
+
+def test_a_parametrization_that_is_added_meanwhile_stays() -> None:
+    model = mlp()
+    with torch.no_grad(), apply_map(model, {"*": "bf16"}):
+        nn.utils.parametrizations.weight_norm(model[0])
+        assert model(rows()).dtype is torch.bfloat16
+    expected = copy.deepcopy(model)
+    assert type(model[0]).__name__ == "ParametrizedLinear"
+    assert [cls.__module__ for cls in type(model[0]).__mro__[1:3]] == [
+        "torch.nn.modules.linear",
+        "torch.nn.modules.module",
+    ]
+    assert torch.equal(model(rows()), expected(rows()))
+
+
+def test_a_class_that_registers_its_subclasses_is_left_alone() -> None:
+    registered = []
+
+    class Registers(nn.Linear):
+        def __init_subclass__(cls) -> None:
+            registered.append(cls)
+
+    model = nn.Sequential(Registers(16, 4), nn.Linear(4, 2))
+    with apply_map(model, {"*": "bf16"}) as applied:
+        assert applied.formats == {"1": "bf16"}
+        assert "__init_subclass__" in applied.refused["0"]
+    with pytest.raises(ValueError, match="__init_subclass__"):
+        apply_map(model, {"0": "bf16"})
+    assert registered == []
+
+
+def test_tied_layers_have_one_format_under_either_name() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.embedding(tokens))  # type: ignore[no-any-return]
+
+    model = Tied()
+    with apply_map(model, {"head": "bf16"}) as applied:
+        assert runs_in(model, TOKENS) == {"embedding": torch.bfloat16, "head": torch.bfloat16}
+        assert applied.formats == {"embedding": "bf16"}
+    assert model.head.weight is model.embedding.weight
+
+
 def test_copies_and_pickles_of_the_model_are_plain() -> None:
     model = mlp()
     with apply_map(model, {"*": "bf16"}):
