@@ -1,7 +1,7 @@
 """A map of formats that a model computes in outside of training: predictions, tests, plain PyTorch inference.
 
-What lives here: which unit gets which format, calls in these formats, and the model as it was afterwards. What does
-not: how a layer runs in a format (``runners``), and how far outputs move by it (``inference``).
+What lives here: calls in these formats, and the model as it was afterwards. What does not: which unit gets which format
+(``map_units``), how a layer runs in one (``runners``), and how far outputs move by it (``inference``).
 
 Every layer, and every module that holds one, gets a lookalike class. The first of them that is called opens a region in
 the calling thread: autocast is on in it, and each layer switches its target, as in a training step. So it does not
@@ -10,7 +10,6 @@ matter whether ``model(x)``, ``model.generate(...)`` or a part of the model is c
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,12 +26,12 @@ from autoprec.formats import rank
 from autoprec.kept_weights import KeptWeights
 from autoprec.layers import ModuleState, Runtime, first_tensor
 from autoprec.lookalike import registers_subclasses, undo_lookalike
+from autoprec.map_units import judge
 from autoprec.runners import Runner, is_functorch_active, make_base_runner
 from autoprec.trial import Trial
-from autoprec.units import Unit, find_units, resolve, select
+from autoprec.units import Unit, find_units
 
 _STATE = "_autoprec"
-_CLOSE = 5
 
 
 class _Thread(threading.local):
@@ -76,7 +75,7 @@ class AppliedMap:
         precision = Action(precision=precision).precision or {}
         self._device = device or _device_of(model)
         units = find_units(model, self._device)
-        self.formats, self.refused = _judged(units, precision)
+        self.formats, self.refused = judge(units, precision)
         self.fidelity: dict[str, float] | None = None
         self.time_ratio: float | None = None
         self._units = {unit.name: unit for unit in units}
@@ -327,46 +326,3 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-
-
-def _judged(units: Sequence[Unit], precision: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the formats by unit, and those that were refused with the reason."""
-    asked, exact, missing = resolve(units, precision)
-    if missing or not asked:
-        raise ValueError(_unknown(units, missing or list(precision)))
-    by_name = {unit.name: unit for unit in units}
-    refused = {name: why for name, each in asked.items() if (why := _why_not(by_name[name], each)) is not None}
-    hard = {name for name in refused if asked[name] != "fp32"}  # what cannot be steered is in fp32 anyway
-    named = sorted(hard & exact.keys())
-    fruitless = [pattern for pattern in precision if all(unit.name in hard for unit in select(units, pattern))]
-    if named or fruitless:
-        first = named[0] if named else next(unit.name for unit in select(units, fruitless[0]))
-        raise ValueError(f"The map asks for {asked[first]} for {first!r}, which cannot be: {refused[first]}.")
-    return {name: each for name, each in asked.items() if name not in refused}, refused
-
-
-def _why_not(unit: Unit, format_name: str) -> str | None:
-    if unit.reason is not None:
-        return unit.reason
-    if any(registers_subclasses(type(module)) for module in unit.modules):
-        return "its class runs code when it is extended (`__init_subclass__`)"
-    return None if format_name in unit.legal else f"this layer runs in {', '.join(unit.legal)}"
-
-
-def _unknown(units: Sequence[Unit], missing: Sequence[str]) -> str:
-    names = [unit.name for unit in units if unit.reason is None]
-    if not names:
-        reasons = dict.fromkeys(unit.reason for unit in units)
-        why = f": {'; '.join(str(reason) for reason in reasons)}" if reasons else ", for it has no parameters"
-        return f"This model has no layer that can be given a format{why}. A single layer goes into an `nn.Sequential`."
-    if not missing:
-        return f"The map names no unit. Keys are names or patterns such as {names[0]!r} or '*', values are formats."
-    parts = {part for name in names for part in (name, *name.split("."))}
-    close = [match for key in missing for match in difflib.get_close_matches(key.strip("*."), parts, _CLOSE, 0.5)]
-    hits = [name for name in names if any(part in (name, *name.split(".")) for part in close)] or names
-    keys = ", ".join(repr(key) for key in missing)
-    return (
-        f"The map names {keys}, which {'meets' if len(missing) == 1 else 'meet'} no unit of this model. Close to it:"
-        f" {', '.join(repr(name) for name in hits[:_CLOSE])}. `autoprec.units.find_units(model)` lists all"
-        f" {len(names)} units."
-    )
