@@ -4,6 +4,7 @@ Public names live here; everything else may change. Start at ``AutoPrecisionCall
 """
 
 from autoprec.action import Action
+from autoprec.applied import AppliedMap
 from autoprec.callback import AutoPrecisionCallback
 from autoprec.config import (
     RECIPES,
@@ -21,6 +22,7 @@ from autoprec.controller import Controller, FixedController, MapController, Scri
 from autoprec.formats import FORMATS, NumberFormat, get_format
 from autoprec.guard import DivergedTrainingError, NonFiniteTrainingError
 from autoprec.history import Decision, History
+from autoprec.inference import apply_map
 from autoprec.map_file import load_map
 from autoprec.plan_config import PlanConfig
 from autoprec.precision import AutoPrecision
@@ -33,6 +35,7 @@ __all__ = [
     "FORMATS",
     "RECIPES",
     "Action",
+    "AppliedMap",
     "AutoPrecision",
     "AutoPrecisionCallback",
     "AutoPrecisionConfig",
@@ -58,6 +61,7 @@ __all__ = [
     "TableConfig",
     "TableSettings",
     "__version__",
+    "apply_map",
     "get_format",
     "load_map",
     "recipe",

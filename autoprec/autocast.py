@@ -14,6 +14,9 @@ import torch
 
 from autoprec.replaced import Replaced
 
+# the fused inference path of TransformerEncoderLayer reads weights past the layers
+ENCODER_FAST_PATH = Replaced(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False)
+
 
 class Autocast(torch.autocast):
     """``torch.autocast`` that accepts ``torch.float32`` as its target on every device.

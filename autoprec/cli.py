@@ -1,35 +1,27 @@
-"""The ``autoprec`` command. Typer, rich and what the demo needs come with the extra ``cli`` and are imported on use."""
+"""The ``autoprec`` command. Typer, rich and what commands need come with extras and are imported on use.
+
+What lives here: the application, exit codes, and what becomes of an error. What does not: the commands (``commands``).
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import platform
+import os
 import sys
+import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from autoprec import __version__
-from autoprec.machine import version
+from autoprec.target_functions import PlainError
 
 if TYPE_CHECKING:
-    import torch
     import typer
 
-# modules of the extras that this version uses
-_EXTRAS = {
-    "cli": ("typer", "rich", "matplotlib", "scipy", "sklearn"),
-    "compress": ("zstandard",),
-    "plan": ("scipy",),
-    "report": ("jinja2", "plotly"),
-    "rl": ("gymnasium", "stable_baselines3", "sb3_contrib"),
-}
-_UNUSED_EXTRAS = ("sweep", "wandb", "monitor", "ray")  # named for parts that are still to come
-_INSTALL = "Run `pip install '.[cli]'` in a checkout of autoprec."
-MIN_MINUTES = 1.0
+TRACEBACK = "--traceback"
+TRACEBACK_VARIABLE = "AUTOPREC_TRACEBACK"
+FAILED, INTERRUPTED = 1, 130
 
-_APP_HELP = """Sets number formats layer by layer, loss scale and gradient clipping while a Lightning model trains.
+_HELP = """Sets number formats layer by layer, loss scale and gradient clipping while a Lightning model trains.
 
 In your own training there is nothing to run here: add the callback to the Trainer.
 
@@ -39,37 +31,15 @@ In your own training there is nothing to run here: add the callback to the Train
 
 Start with `autoprec doctor` (what this machine computes itself; `autoprec hardware` has the rates), then
 `autoprec demo` (a comparison, measured here). `autoprec compare` does the same with your own training.
-"""
-_DEMO_HELP = """Trains two models with and without autoprec, side by side, and compares step time and loss.
 
-A byte-level GPT of about 10 M parameters on the Python standard library's own source, and a small CNN on scikit-learn's
-digits; each three ways: with `precision="32-true"`, with `"bf16-mixed"`, and with `"32-true"` and
-`AutoPrecisionCallback(interval=10)`, called `autoprec` in the results. It decides every 10 steps, not every 50 as by
-default: runs are short. Seeds and order of samples are the same, runs take a few steps in turn. Nothing is downloaded.
-About 6 minutes on 2 cores.
-
-Two numbers tell about time, both as a ratio to `bf16-mixed`. *Step time* is the median over rounds and leaves out the
-first 10 steps of each run: in them autoprec still computes in fp32. *Whole run* is the sum of all steps, those 10
-included. Starting a run and computing held-out losses are in neither. Fewer than 5 rounds give `n/a`.
-
-Prints a table with both, held-out loss, skipped steps, memory and formats, and writes `demo.json` (every number),
-`demo.png` (losses, step times and formats over the steps) and `logs/` (what each run printed) into the output folder.
+Exit codes: 0 fine, 1 the work failed, 2 wrong usage, 130 Ctrl-C. Errors are one message; `--traceback`, anywhere on the
+line, or `AUTOPREC_TRACEBACK=1` shows where they come from. With `--json` standard output is JSON and nothing else.
 
 Examples:
 
-    autoprec demo
+    autoprec compare --help          # each command's help has examples
 
-    autoprec demo --quick            # 30 seconds, tiny models: does it run?
-
-    autoprec demo --minutes 3 --out results/demo
-
-    autoprec demo --threads 8        # on a larger machine
-"""
-_DOCTOR_HELP = """Shows what this machine computes itself, what autoprec emulates on it, and what is installed.
-
-Example:
-
-    autoprec doctor
+    autoprec --install-completion    # commands and options by the Tab key
 """
 
 
@@ -82,22 +52,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    words, shows_traceback = _without_traceback(list(sys.argv[1:] if arguments is None else arguments))
     try:
         app = build_app()
-    except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
-            raise
-        print(
-            f"The command line of autoprec needs `{error.name}`, which is not installed. {_INSTALL}",
-            file=sys.stderr,
-        )
-        return 1
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
         app(words, prog_name="autoprec")
     except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning ends the process so
+            return _interrupted()
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        return _interrupted()
+    except Exception as error:
+        _report(error, shows_traceback)
+        return FAILED
     return 0
+
+
+def _without_traceback(words: list[str]) -> tuple[list[str], bool]:
+    """Takes the option out wherever it stands before ``--``; what follows that is the target's own."""
+    end = words.index("--") if "--" in words else len(words)
+    own = [word for word in words[:end] if word != TRACEBACK]
+    is_set = os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
+    return [*own, *words[end:]], is_set or len(own) < end
+
+
+def _interrupted() -> int:
+    print("Stopped.", file=sys.stderr)
+    return INTERRUPTED
+
+
+def _report(error: Exception, shows_traceback: bool) -> None:
+    if shows_traceback:
+        traceback.print_exception(error, file=sys.stderr)
+        return
+    print(_message(error), file=sys.stderr)
+
+
+def _message(error: Exception) -> str:
+    from autoprec.commands import extras
+
+    words = str(error).strip() or "without a message"
+    if isinstance(error, PlainError):
+        return words
+    if isinstance(error, ModuleNotFoundError) and (extra := extras.extra_of(error.name)) is not None:
+        return f"This command of autoprec needs `{error.name}`, which is not installed. {extras.how_to_install(extra)}"
+    return f"{type(error).__name__}: {words}\nThe same command with `{TRACEBACK}` shows where this comes from."
 
 
 def build_app() -> typer.Typer:
@@ -108,83 +107,48 @@ def build_app() -> typer.Typer:
     """
     import typer
 
-    from autoprec.commands import compare, evaluate_policy, hardware, report, train_policy
-
-    app = typer.Typer(
-        help=_APP_HELP,
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        add_completion=False,
-        rich_markup_mode="markdown",
+    from autoprec.commands import (
+        apply,
+        calibrate,
+        compare,
+        demo,
+        doctor,
+        evaluate_policy,
+        hardware,
+        report,
+        train_policy,
     )
 
+    app = typer.Typer(
+        help=_HELP,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="markdown",
+    )
     version_option = typer.Option(
         False, "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
     )
-    out_option = typer.Option(
-        Path("autoprec-demo"), file_okay=False, writable=True, help="Folder for the results, created if missing."
-    )
-    minutes_option = typer.Option(
-        6.0,
-        min=MIN_MINUTES,
-        help="No new round after this time, so that slow machines take fewer steps. 3 rounds are made in any case.",
-    )
-    threads_option = typer.Option(2, min=1, help="Threads for one operation.")
-    quick_option = typer.Option(False, "--quick", help="Tiny models and few steps: does it run here?")
+    traceback_option = typer.Option(False, TRACEBACK, help="Show where errors come from.")  # taken out before
 
     @app.callback()
-    def options(show_version: bool = version_option) -> None:
+    def options(show_version: bool = version_option, show_traceback: bool = traceback_option) -> None:
         """Holds the options that stand before the command."""
 
-    @app.command(help=_DEMO_HELP)
-    def demo(
-        out: Path = out_option,
-        minutes: float = minutes_option,
-        threads: int = threads_option,
-        quick: bool = quick_option,
-    ) -> None:
-        _demo(out, minutes, threads, quick)
-
-    @app.command(help=_DOCTOR_HELP)
-    def doctor() -> None:
-        for line in diagnosis():
-            typer.echo(line)
-
+    demo.add_to(app)
+    doctor.add_to(app)
+    hardware.add_to(app)
+    calibrate.add_to(app)
     compare.add_to(app)
     report.add_to(app)
-    hardware.add_to(app)
+    apply.add_to(app)
     train_policy.add_to(app)
     evaluate_policy.add_to(app)
 
-    @app.command("version", help="Prints the version.")
+    @app.command("version", help="Prints the version.\n\nExample:\n\n    autoprec version")
     def version_() -> None:
         _print_version(True)
 
     return app
-
-
-def _demo(out: Path, minutes: float, threads: int, quick: bool) -> None:
-    import typer
-
-    missing = _missing("cli")
-    if missing:  # found out now, not after minutes of training
-        typer.echo(f"The demo needs {', '.join(missing)}. {_INSTALL}", err=True)
-        raise typer.Exit(1)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        message = f"Cannot write into '{out}': {error.strerror}. Choose another folder."
-        raise typer.BadParameter(message, param_hint="'--out'") from error
-    from autoprec.compare.turns import RunError
-    from autoprec.demo.run import DemoSettings, run_demo
-
-    try:
-        run_demo(DemoSettings(out=out, minutes=minutes, threads=threads, quick=quick))
-    except RunError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
 
 
 def _print_version(wanted: bool) -> None:
@@ -193,45 +157,6 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"autoprec {__version__}")
         raise typer.Exit
-
-
-def diagnosis() -> list[str]:
-    """Returns what this machine computes itself, what is emulated on it, and what is installed, line by line."""
-    import torch
-
-    from autoprec.hardware import devices
-
-    lines = [
-        f"autoprec   {__version__}, Python {platform.python_version()}, {platform.platform()}",
-        f"torch      {torch.__version__}, lightning {version('lightning')}",
-        f"threads    {torch.get_num_threads()}",
-    ]
-    for device in devices():
-        lines += _device_lines(device)
-    for extra in _EXTRAS:
-        missing = _missing(extra)
-        state = f"missing {', '.join(missing)}: pip install '.[{extra}]' in a checkout" if missing else "installed"
-        lines.append(f"extra      {extra}: {state}")
-    return [*lines, f"           not used yet: {', '.join(_UNUSED_EXTRAS)}"]
-
-
-def _missing(extra: str) -> list[str]:
-    return [module for module in _EXTRAS[extra] if importlib.util.find_spec(module) is None]
-
-
-def _device_lines(device: torch.device) -> list[str]:
-    from autoprec.formats import FORMATS
-    from autoprec.hardware import describe
-
-    described = describe(device)
-    emulated = [name for name in FORMATS if name not in described.native]
-    rows = ", ".join(described.row) or f"family {described.family}"
-    return [
-        f"device     {described.device}: {described.name}, {rows}",
-        f"  native   {', '.join(described.native)}",
-        f"  emulated {', '.join(emulated) or 'none'}",
-        *(f"  note     {note}" for note in described.notes),
-    ]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -93,6 +93,8 @@ class Runtime:
         containers: Sequentials with chains of convolutions that may run in ``channels_last``.
         thread: The thread that trains.
         on_output: Called with unit name and output of each recorded unit, ``None`` for nothing.
+        entry: Returns the region for a call that comes from outside of any, ``None`` inside of one; in a fit there is
+            nothing to ask, the steps are the regions.
     """
 
     def __init__(self, device_type: str, clamp_output: float | None = None) -> None:
@@ -114,6 +116,7 @@ class Runtime:
         self.had_autocast = False
         self.containers: Sequence[Container] = ()
         self.on_output: Callable[[str, Tensor], None] | None = None
+        self.entry: Callable[[ModuleState], AbstractContextManager[Any] | None] | None = None
 
     def is_other_thread(self) -> bool:
         """Whether the caller is not the thread that trains; evaluation in the background has its own autocast state."""
@@ -407,6 +410,10 @@ def _steered_forward(base_forward: Runner) -> Runner:
         if state.runtime.is_recording and not torch.compiler.is_compiling() and state.runtime.is_other_thread():
             return base_forward(self, *args, **kwargs)
         if not torch.is_autocast_enabled(state.runtime.device_type):
+            region = None if state.runtime.entry is None else state.runtime.entry(state)
+            if region is not None:
+                with region:
+                    return _call(state, self, args, kwargs)
             # the user protects this region with autocast(enabled=False)
             if state.run is not None and state.runtime.is_recording and not torch.compiler.is_compiling():
                 state.runtime.untouched.add(state.name)

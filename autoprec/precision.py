@@ -17,11 +17,13 @@ import torch
 from lightning.fabric.utilities.types import Optimizable
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from autoprec.action import Action
+from autoprec.applied import AppliedMap, is_applied
 from autoprec.base import Base
 from autoprec.config import AutoPrecisionConfig
 from autoprec.history import History
@@ -51,7 +53,8 @@ class AutoPrecision(WrappedPrecision):
     """Per-layer precision, loss scale, clipping and a finite-step guard for Lightning's Trainer.
 
     ``AutoPrecisionCallback`` installs it by itself. Alone, ``Trainer(plugins=[AutoPrecision({"*": "bf16"})])`` trains
-    with a fixed map, the loss scale moving as GradScaler moves it and the guard on.
+    with a fixed map, the loss scale moving as GradScaler moves it and the guard on. ``validate``, ``test`` and
+    ``predict`` of a Trainer that has not trained compute in the map, too; after a fit ``eval_precision`` decides.
 
     Args:
         formats: Formats by unit name or pattern from the first window on, ``None`` for those of ``base``.
@@ -61,7 +64,8 @@ class AutoPrecision(WrappedPrecision):
             ``"precision"`` no layer is touched; with ``"clip"`` the threshold follows the running median of the
             gradient norm unless the Trainer has one. The guard is always on.
         eval_precision: ``"base"`` validates as the Trainer would without autoprec, units in fp32 that the guard has
-            raised because they failed so; ``"current"`` in the units' formats.
+            raised because they failed so; ``"current"`` in the units' formats. After a fit it counts for ``validate``,
+            ``test`` and ``predict`` as well.
 
     Raises:
         ValueError: If ``formats`` or ``knobs`` hold unknown names.
@@ -86,6 +90,7 @@ class AutoPrecision(WrappedPrecision):
         self._retry: StepRetry | None = None
         self._stepping: Stepping | None = None
         self._rollback: Rollback | None = None
+        self._applied: AppliedMap | None = None
         self.has_begun_batch = False  # so that it is not asked again before its step
         self._is_in_batch: Callable[[], bool] = bool
         self._is_last_batch: Callable[[], bool] = bool
@@ -96,8 +101,13 @@ class AutoPrecision(WrappedPrecision):
         """Finds the units of the module in place; parameters and keys stay as they are."""
         module = self.base.convert_module(module)
         trainer = module._trainer if isinstance(module, pl.LightningModule) else None
-        if isinstance(module, pl.LightningModule) and trainer is not None and trainer.state.fn == "fit":
+        if isinstance(module, pl.LightningModule) and trainer is not None and trainer.state.fn != "fit":
             self.release()
+            formats = self._formats_to_evaluate()
+            self._applied = AppliedMap(module, formats, device=trainer.strategy.root_device) if formats else None
+        elif isinstance(module, pl.LightningModule) and trainer is not None:
+            self.release()
+            _check_plain(module)
             self.steering = self._steering_of(module, trainer)
             self._is_in_batch = functools.partial(is_in_batch, trainer)
             self._is_last_batch = functools.partial(is_last_batch, trainer)
@@ -111,6 +121,15 @@ class AutoPrecision(WrappedPrecision):
             self._recovery = Recovery(self.steering)
             self._retry = StepRetry(trainer.strategy, self._recovery)
         return module
+
+    def _formats_to_evaluate(self) -> Mapping[str, str]:
+        """Formats of ``validate``, ``test`` and ``predict``."""
+        if self.steering is None:
+            return self.initial_formats or {}
+        if self.settings.eval_precision == "base":
+            return {}
+        formats = self.steering.knobs.unit_formats
+        return {name: each for name, each in formats.current.items() if name in formats.named}
 
     def _steering_of(self, root: pl.LightningModule, trainer: pl.Trainer) -> Steering:
         device = trainer.strategy.root_device
@@ -148,6 +167,9 @@ class AutoPrecision(WrappedPrecision):
 
     def release(self) -> None:
         """Ends the steering of a fit; may be called at any time, also twice. What was decided stays readable."""
+        if self._applied is not None:
+            self._applied.remove()
+            self._applied = None
         if self._retry is not None:
             self._retry.remove()
             self._retry = self._recovery = None
@@ -166,7 +188,9 @@ class AutoPrecision(WrappedPrecision):
         return History() if self.steering is None else self.steering.history
 
     def precision_map(self) -> dict[str, str]:
-        """Format asked of every unit by name; empty before the first fit."""
+        """Format asked of every unit by name; empty before the first fit. In a prediction, those that the map names."""
+        if self._applied is not None:
+            return dict(self._applied.formats)
         return {} if self.steering is None else self.steering.knobs.precision_map()
 
     @property
@@ -235,11 +259,27 @@ class AutoPrecision(WrappedPrecision):
         self.has_begun_batch = False
         if self._stepping is not None:
             self._stepping.begin_evaluation()
+        if self._applied is not None:
+            with self.base.val_step_context(), self._applied.region():
+                yield
+            return
         if steering is None or self.settings.eval_precision == "base":
             with self.base.val_step_context(), evaluation_region(steering):
                 yield
             return
         with self.base.val_step_context(), formats_region(steering, is_training=False):
+            yield
+
+    @contextlib.contextmanager
+    def test_step_context(self) -> Generator[None, None, None]:
+        """Runs a test step in the map of a Trainer that does not train, else in the base precision."""
+        with self.base.test_step_context(), _NOTHING if self._applied is None else self._applied.region():
+            yield
+
+    @contextlib.contextmanager
+    def predict_step_context(self) -> Generator[None, None, None]:
+        """Runs a predict step as a test step."""
+        with self.base.predict_step_context(), _NOTHING if self._applied is None else self._applied.region():
             yield
 
     # ---- backward ----
@@ -340,6 +380,14 @@ class AutoPrecision(WrappedPrecision):
         """Leaves the loss scale where static AMP looks for it, so that it can go on from this checkpoint."""
         if self.steering is not None and getattr(self.base, "scaler", None) is not None:
             checkpoint["MixedPrecision"] = self.steering.knobs.loss_scale.scaler_state()
+
+
+def _check_plain(module: nn.Module) -> None:
+    if is_applied(module):
+        raise MisconfigurationException(
+            "A map is applied to this model for predictions (`autoprec.apply_map`), so it cannot be steered. Call"
+            " `.remove()` on what `apply_map` returned, then `fit`."
+        )
 
 
 def is_in_batch(trainer: Any) -> bool:

@@ -9,16 +9,12 @@ from typing import Any
 import torch
 
 from autoprec import attention
-from autoprec.autocast import ambient, float32_recomputation
+from autoprec.autocast import ENCODER_FAST_PATH, ambient, float32_recomputation
 from autoprec.knobs import steered_units
 from autoprec.layers import run_in_base, swapped
 from autoprec.layouts import swapped as chains_swapped
-from autoprec.replaced import Replaced
 from autoprec.steering import Steering
 from autoprec.trial import Trial
-
-# the fused inference path of TransformerEncoderLayer reads weights past the layers
-_FAST_PATH = Replaced(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False)
 
 
 @contextmanager
@@ -70,7 +66,7 @@ def formats_region(steering: Steering, is_training: bool, runs_on_copies: bool =
     runtime.on_output = trial.note_output if is_training and trial is not None else None
     try:
         with (
-            _FAST_PATH.region(),
+            ENCODER_FAST_PATH.region(),
             swapped(steered_units(knobs)),
             ambient(runtime.device_type, knobs.ambient_dtype),
             float32_recomputation(runtime.device_type),
@@ -146,7 +142,7 @@ def _raised_region(steering: Steering, raised: frozenset[str]) -> Iterator[None]
     try:
         # swapped in first: a layer that was parametrized since gets a new class, and its format anew
         with (
-            _FAST_PATH.region(),
+            ENCODER_FAST_PATH.region(),
             swapped(units),
             run_in_base(units, formats.base_dtype, raised),
             ambient(runtime.device_type, first),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
 from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
@@ -38,15 +36,3 @@ class WrappedPrecision(Precision):
     def main_params(self, optimizer: Optimizer) -> Any:
         """Delegates to the base plugin."""
         return self.base.main_params(optimizer)
-
-    @contextlib.contextmanager
-    def test_step_context(self) -> Generator[None, None, None]:
-        """Delegates to the base plugin."""
-        with self.base.test_step_context():
-            yield
-
-    @contextlib.contextmanager
-    def predict_step_context(self) -> Generator[None, None, None]:
-        """Delegates to the base plugin."""
-        with self.base.predict_step_context():
-            yield

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from autoprec import __version__, cli
-from autoprec.commands import compare, evaluate_policy, hardware, train_policy
+from autoprec.commands import apply, calibrate, compare, demo, doctor, evaluate_policy, extras, hardware, train_policy
 from autoprec.commands.time_left import TimeLeft
 from autoprec.compare.turns import MIN_ROUNDS, RunError
 from autoprec.demo import run
@@ -78,28 +78,6 @@ def test_version(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert out == f"autoprec {__version__}\n"
 
 
-def test_doctor_tells_native_from_emulated(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "doctor")
-    assert code == 0
-    assert re.search(r"device +cpu: ", out)
-    assert re.search(r"native +fp32", out)
-    assert re.search(r"emulated .*fp16", out)
-    assert re.search(r"extra +cli: installed", out)
-    assert re.search(r"extra +rl: (installed|missing)", out)  # docs/environments.md needs it
-    assert re.search(r"not used yet: .*monitor", out)
-
-
-def test_doctor_knows_every_extra_and_names_the_checkout(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    section = (CHECKOUT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
-    extras = set(re.findall(r"^(\w+) = \[", section, flags=re.MULTILINE)) - {"all", "dev"}
-    assert {*cli._EXTRAS, *cli._UNUSED_EXTRAS} == extras
-    monkeypatch.setitem(cli._EXTRAS, "cli", ("typer", "no_such_module"))
-    _, out, _ = call(capsys, "doctor")
-    assert "cli: missing no_such_module: pip install '.[cli]' in a checkout" in out
-
-
 @pytest.mark.parametrize(
     "words", [["dmo"], ["demo", "--threads", "0"], ["demo", "--minutes", "soon"], ["demo", "--minutes", "0.1"]]
 )
@@ -123,7 +101,7 @@ def test_without_typer_it_says_what_to_install(
 def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, below: str
 ) -> None:
-    monkeypatch.setattr(run, "run_demo", lambda settings: pytest.fail("the demo began"))
+    monkeypatch.setattr(run, "run_demo", lambda *arguments: pytest.fail("the demo began"))
     (tmp_path / "file").write_text("in the way")
     code, out, err = call(capsys, "demo", "--out", str(tmp_path / "file" / below))
     assert (code, out) == (2, "")
@@ -137,14 +115,14 @@ def test_module_runs_as_the_command() -> None:
 
 
 def test_demo_says_at_once_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cli._EXTRAS, "cli", ("typer", "no_such_module"))
+    monkeypatch.setitem(extras.EXTRAS, "cli", ("typer", "no_such_module"))
     code, _, err = call(capsys, "demo")
     assert code == 1
     assert "needs no_such_module. Run `pip install '.[cli]'` in a checkout" in err
 
 
 def test_demo_that_fails_ends_with_code_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(settings: run.DemoSettings) -> None:
+    def fail(settings: run.DemoSettings, console: object) -> None:
         raise RunError(f"The run gpt/autoprec/seed 0 failed with {settings.threads} threads")
 
     monkeypatch.setattr(run, "run_demo", fail)
@@ -264,8 +242,17 @@ def descendants(process: int) -> list[int]:
 
 @pytest.mark.parametrize(
     "text",
-    [cli._DEMO_HELP, cli._DOCTOR_HELP, compare._HELP, evaluate_policy._HELP, hardware._HELP, train_policy._HELP],
-    ids=["demo", "doctor", "compare", "evaluate-policy", "hardware", "train-policy"],
+    [
+        apply._HELP,
+        calibrate._HELP,
+        compare._HELP,
+        demo._HELP,
+        doctor._HELP,
+        evaluate_policy._HELP,
+        hardware._HELP,
+        train_policy._HELP,
+    ],
+    ids=["apply", "calibrate", "compare", "demo", "doctor", "evaluate-policy", "hardware", "train-policy"],
 )
 def test_examples_fit_into_a_terminal_of_80_columns(text: str) -> None:
     examples = [line.strip() for line in text.splitlines() if line.startswith("    ")]

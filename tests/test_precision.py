@@ -127,8 +127,9 @@ def test_a17_dtype_by_stage(name: str, eval_precision: Any) -> None:
     for stage in ("validate", "test"):
         module.seen.clear()
         getattr(trainer, stage)(module, loader(16), verbose=False)
-        assert set.union(*module.seen.values()) == {base}
-    assert {out.dtype for out in trainer.predict(module, loader(16))} <= {base, torch.float32}  # type: ignore[union-attr]
+        assert set.union(*module.seen.values()) == {base if eval_precision == "base" else torch.bfloat16}
+    expected = {base, torch.float32} if eval_precision == "base" else {torch.bfloat16}
+    assert {out.dtype for out in trainer.predict(module, loader(16))} <= expected  # type: ignore[union-attr]
 
 
 def test_formats_of_the_base_are_those_of_plain_autocast() -> None:

@@ -108,6 +108,7 @@ class Cache:
         folder: Where files are.
 
     Attributes:
+        path: The file.
         entries: Results by workload and choice.
         note: What is wrong with the file or the folder, ``None`` if nothing is.
     """
@@ -115,7 +116,7 @@ class Cache:
     def __init__(self, key: Mapping[str, str], folder: Path) -> None:
         self._key = dict(key)
         digest = hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:16]
-        self._path = folder / f"calibration-{digest}.json"
+        self.path = folder / f"calibration-{digest}.json"
         self.note: str | None = None
         self.entries = self._read()
 
@@ -129,16 +130,16 @@ class Cache:
         if not entries:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self._path.with_suffix(".lock")):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(self.path.with_suffix(".lock")):
                 merged = {**self._read(), **entries}
                 self._write(dict(list(merged.items())[-MOST_ENTRIES:]))
         except OSError as error:
-            self.note = f"results could not be kept in {str(self._path)!r}: {error.strerror or error}"
+            self.note = f"results could not be kept in {str(self.path)!r}: {error.strerror or error}"
 
     def _read(self) -> dict[str, Measured]:
         try:
-            with self._path.open("rb") as file:
+            with self.path.open("rb") as file:
                 content = file.read(MOST_BYTES + 1)
             if len(content) > MOST_BYTES:
                 raise ValueError(f"it has more than {MOST_BYTES} bytes")
@@ -148,7 +149,7 @@ class Cache:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:  # a ValidationError is a ValueError
-            self.note = f"{str(self._path)!r} is left out of account: {_short(error)}"
+            self.note = f"{str(self.path)!r} is left out of account: {_short(error)}"
             return {}
         return {name: Measured(**entry.model_dump()) for name, entry in found.entries.items()}
 
@@ -159,11 +160,11 @@ class Cache:
             kept = list(content["entries"].items())  # type: ignore[attr-defined]
             content["entries"] = dict(kept[len(kept) // 2 :])
             text = json.dumps(content, allow_nan=False)
-        handle, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.stem, suffix=".tmp")
+        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.stem, suffix=".tmp")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(text)
-            os.replace(name, self._path)
+            os.replace(name, self.path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(name)

@@ -180,15 +180,17 @@ class Calibrator:
             return
         deadline = Deadline(budget_s) if self._clock is None else Deadline(budget_s, self._clock)
         new: dict[str, Measured] = {}
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
-            for task in tasks:
-                if deadline.left_s > 0.0:
-                    new.update(task(deadline))
-        self._learn(new)
-        if self._cache is not None:
-            self._cache.add(new)
-            self._take_note(self._cache)
-        self.spent_s += deadline.spent_s
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
+                for task in tasks:
+                    if deadline.left_s > 0.0:
+                        new.update(task(deadline))
+        finally:  # Ctrl-C included: what is known is of use to the next run
+            self._learn(new)
+            if self._cache is not None:
+                self._cache.add(new)
+                self._take_note(self._cache)
+            self.spent_s += deadline.spent_s
 
     def _is_known(self, workload: Workload, choices: Iterable[Choice]) -> bool:
         """Whether every choice was measured, for about this size."""

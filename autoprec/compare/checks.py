@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.compare.arms import AUTOPREC
-from autoprec.compare.fidelity import compare_outputs
 from autoprec.compare.records import Run
 from autoprec.compare.store import Store, Stored
+from autoprec.fidelity import compare_outputs
 
 SUFFIX = ".safetensors"
 """Of files with outputs."""

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoprec.compare.batches import tensors_of
-from autoprec.compare.fidelity import LIMIT_BYTES, collect_outputs
+from autoprec.fidelity import LIMIT_BYTES, collect_outputs
 
 
 class OutputRecorder:

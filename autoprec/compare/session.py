@@ -198,7 +198,7 @@ class Session:
             recorder = gate.recorder = OutputRecorder()
             reseed(_FINAL_EPOCH)
             with recorder.listening(trainer.lightning_module):
-                trainer.validate(module, **_validation_data(arguments), verbose=False)
+                trainer.validate(module, **validation_data(arguments), verbose=False)
             recorder.save(self._spec.outputs)
         else:
             self.notes.append("no validation: the metric is the training loss, and outputs are not compared")
@@ -249,7 +249,12 @@ def _unoffered(trainer: Any) -> dict[str, str]:
     return {str(each.unit): each.reason for each in refused if each.reason.startswith(UNOFFERED)}
 
 
-def _validation_data(arguments: dict[str, Any]) -> dict[str, Any]:
+def validation_data(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the data that ``Trainer.validate`` takes, from the arguments of ``Trainer.fit``.
+
+    Args:
+        arguments: What ``fit`` was called with, by name.
+    """
     train = arguments.get("train_dataloaders")
     datamodule = arguments.get("datamodule") or (train if hasattr(train, "prepare_data") else None)
     if datamodule is not None:

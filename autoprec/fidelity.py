@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.compare.outputs import Forward, call, flatten, rows_of
+from autoprec.outputs import Forward, call, flatten, rows_of
 
 LIMIT_BYTES = 32 * 2**20
 """Bytes of outputs that a run saves if nothing else is asked for."""
@@ -58,7 +58,7 @@ def collect_outputs(
     saved: dict[str, Tensor] = {}
     kinds: dict[str, str] = {}
     left = limit_bytes
-    with _evaluating(module):
+    with evaluating(module):
         for index, batch in enumerate(batches):
             is_cut = False
             for output in flatten(forward(module, batch) if forward else call(module, batch, index), batch):
@@ -197,7 +197,12 @@ class _Sums:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Has a module compute in evaluation mode without gradients; modes and random state are put back afterwards.
+
+    Args:
+        module: The module.
+    """
     modes = [(part, part.training) for part in module.modules()]
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     module.eval()

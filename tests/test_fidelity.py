@@ -18,8 +18,8 @@ from lightning.pytorch import LightningModule
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from autoprec.compare.fidelity import collect_outputs, compare_outputs
-from autoprec.compare.outputs import call, flatten
+from autoprec.fidelity import collect_outputs, compare_outputs
+from autoprec.outputs import call, flatten
 
 LABELS = torch.tensor([0, 1])
 Pair = namedtuple("Pair", ["mean", "scale"])
