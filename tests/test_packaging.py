@@ -26,6 +26,7 @@ from tests.policy_networks import saved
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("autoprec", "envs", "policies")
+DATA = ("monitoring/data", "report/templates")
 
 FIT = """
 import json, warnings
@@ -91,6 +92,7 @@ def sources() -> set[str]:
     files = [
         path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.[pchty]*") if is_code(path)
     ]
+    files += [path.relative_to(ROOT) for data in DATA for path in (ROOT / "autoprec" / data).iterdir()]
     return {str(path) if path.parts[0] == "autoprec" else f"autoprec/{path}" for path in files} | shipped()
 
 

@@ -42,11 +42,12 @@ Examples:
 
     autoprec train-policy --section ladder         # from scratch, not offsets
 
-    autoprec train-policy --module train.py:make --set start=autoprec-policy/seed-0   # goes on with your own training
+    autoprec train-policy --module train.py:make   # on your own training
 
 With `--module`, trainings are those of what a function of yours returns: (LightningModule, data, Trainer arguments).
 Each is a real fit, a decision comes every 50 applied steps (`--set module.interval=20`), and time is the clock's, so a
-training is not the same twice. The batch size stays yours. Settings are those of section `module`.
+training is not the same twice. The batch size stays yours. Settings are those of section `module`; with
+`--set start=autoprec-policy/seed-0` it goes on with a policy that has learnt from proxies.
 """
 
 
