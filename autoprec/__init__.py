@@ -22,6 +22,7 @@ from autoprec.formats import FORMATS, NumberFormat, get_format
 from autoprec.guard import DivergedTrainingError, NonFiniteTrainingError
 from autoprec.history import Decision, History
 from autoprec.map_file import load_map
+from autoprec.monitoring.config import MonitorConfig
 from autoprec.plan_config import PlanConfig
 from autoprec.precision import AutoPrecision
 from autoprec.rule import RuleController
@@ -48,6 +49,7 @@ __all__ = [
     "History",
     "LossScaleConfig",
     "MapController",
+    "MonitorConfig",
     "NonFiniteTrainingError",
     "NumberFormat",
     "PlanConfig",

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 _EXTRAS = {
     "cli": ("typer", "rich", "matplotlib", "scipy", "sklearn"),
     "compress": ("zstandard",),
+    "monitor": ("prometheus_client",),
     "plan": ("scipy",),
     "rl": ("gymnasium", "stable_baselines3", "sb3_contrib"),
 }
-_UNUSED_EXTRAS = ("sweep", "wandb", "report", "monitor", "ray")  # named for parts that are still to come
+_UNUSED_EXTRAS = ("sweep", "wandb", "report", "ray")  # named for parts that are still to come
 _INSTALL = "Run `pip install '.[cli]'` in a checkout of autoprec."
 MIN_MINUTES = 1.0
 
@@ -107,7 +108,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
-    from autoprec.commands import compare, evaluate_policy, hardware, train_policy
+    from autoprec.commands import compare, evaluate_policy, hardware, monitoring, train_policy
 
     app = typer.Typer(
         help=_APP_HELP,
@@ -153,6 +154,7 @@ def build_app() -> typer.Typer:
     hardware.add_to(app)
     train_policy.add_to(app)
     evaluate_policy.add_to(app)
+    monitoring.add_to(app)
 
     @app.command("version", help="Prints the version.")
     def version_() -> None:

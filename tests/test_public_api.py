@@ -31,6 +31,7 @@ PUBLIC = [
     "History",
     "LossScaleConfig",
     "MapController",
+    "MonitorConfig",
     "NonFiniteTrainingError",
     "NumberFormat",
     "PlanConfig",
