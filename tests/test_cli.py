@@ -86,7 +86,7 @@ def test_doctor_tells_native_from_emulated(capsys: pytest.CaptureFixture[str]) -
     assert re.search(r"emulated .*fp16", out)
     assert re.search(r"extra +cli: installed", out)
     assert re.search(r"extra +rl: (installed|missing)", out)  # docs/environments.md needs it
-    assert re.search(r"not used yet: .*monitor", out)
+    assert re.search(r"not used yet: .*ray", out)
 
 
 def test_doctor_knows_every_extra_and_names_the_checkout(
