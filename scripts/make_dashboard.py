@@ -349,7 +349,7 @@ def make_prometheus() -> str:
         "scrape_configs": [{"job_name": "autoprec", "static_configs": [{"targets": [f"127.0.0.1:{PORT}"]}]}],
     }
     about = f"# AutoPrecisionCallback(monitor={PORT}); one target for each run. Made by scripts/make_dashboard.py\n"
-    return about + yaml.safe_dump(document, sort_keys=False)
+    return f"{about}{yaml.safe_dump(document, sort_keys=False)}"
 
 
 def make_files() -> dict[str, str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from autoprec import __version__, cli
-from autoprec.commands import compare, evaluate_policy, hardware, train_policy
+from autoprec.commands import compare, evaluate_policy, hardware, monitoring, train_policy
 from autoprec.commands.time_left import TimeLeft
 from autoprec.compare.turns import MIN_ROUNDS, RunError
 from autoprec.demo import run
@@ -172,6 +172,7 @@ def example(name: str, monkeypatch: pytest.MonkeyPatch, *words: str) -> Callable
         ("gpt_source", ("--width", "16"), "--width is 16, and a multiple of 32"),
         ("digits_cnn", ("--epochs", "0"), "--epochs is 0, and at least 1 is needed"),
         ("surviving_run", ("--epochs", "3"), "--epochs is 3, and at least 4 are needed"),
+        ("monitored_run", ("--epochs", "1"), "--epochs is 1, and at least 2 are needed"),
     ],
 )
 def test_examples_name_bad_arguments(
@@ -215,6 +216,16 @@ def test_example_survives(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     ):
         assert line in out
     assert "nan" not in out.splitlines()[-1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_example_reads_its_own_metrics(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    example("monitored_run", monkeypatch, "--epochs", "2", "--port", "0")()
+    out = capsys.readouterr().out
+    assert 'autoprec_applied_steps_total{device="cpu",run="digits"} 58.0' in out
+    assert "autoprec_skipped_steps_total" not in out, "zeros are left out"
 
 
 @pytest.mark.slow
@@ -264,8 +275,16 @@ def descendants(process: int) -> list[int]:
 
 @pytest.mark.parametrize(
     "text",
-    [cli._DEMO_HELP, cli._DOCTOR_HELP, compare._HELP, evaluate_policy._HELP, hardware._HELP, train_policy._HELP],
-    ids=["demo", "doctor", "compare", "evaluate-policy", "hardware", "train-policy"],
+    [
+        cli._DEMO_HELP,
+        cli._DOCTOR_HELP,
+        compare._HELP,
+        evaluate_policy._HELP,
+        hardware._HELP,
+        monitoring._WRITE_HELP,
+        train_policy._HELP,
+    ],
+    ids=["demo", "doctor", "compare", "evaluate-policy", "hardware", "monitoring-write", "train-policy"],
 )
 def test_examples_fit_into_a_terminal_of_80_columns(text: str) -> None:
     examples = [line.strip() for line in text.splitlines() if line.startswith("    ")]

@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{name}.md" for name in ("behaviour", "compare", "environments", "hardware", "policies", "usage")),
+    *(
+        f"docs/{name}.md"
+        for name in ("behaviour", "compare", "environments", "hardware", "monitoring", "policies", "usage")
+    ),
 ]
 
 
@@ -28,7 +31,9 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a fit with every default, as a reader would start
-@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/hardware.md", "docs/policies.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/usage.md", "docs/hardware.md", "docs/monitoring.md", "docs/policies.md"]
+)
 def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
@@ -54,7 +59,16 @@ def test_own_controller_decides() -> None:
 def test_yaml_is_yaml() -> None:
     (block,) = blocks("docs/usage.md", "yaml")
     init_args = yaml.safe_load(block)["trainer"]["callbacks"][0]["init_args"]
-    assert set(init_args) <= {"policy", "knobs", "interval", "config", "eval_precision", "history_file", "verbose"}
+    assert set(init_args) <= {
+        "policy",
+        "knobs",
+        "interval",
+        "config",
+        "eval_precision",
+        "history_file",
+        "verbose",
+        "monitor",
+    }
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -182,11 +182,12 @@ class Server:
             taken.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         options = [f"--config.file={settings}", f"--storage.tsdb.path={folder / 'data'}"]
-        self.process = subprocess.Popen(
-            [str(PROMETHEUS), *options, f"--web.listen-address={self.url.removeprefix('http://')}"],
-            stdout=subprocess.DEVNULL,
-            stderr=(folder / "log").open("w"),
-        )
+        with (folder / "log").open("w") as log:
+            self.process = subprocess.Popen(
+                [str(PROMETHEUS), *options, f"--web.listen-address={self.url.removeprefix('http://')}"],
+                stdout=log,
+                stderr=log,
+            )
 
     def query(self, expression: str) -> list[Mapping[str, Any]]:
         with urlopen(f"{self.url}/api/v1/query?{urlencode({'query': expression})}", timeout=10) as answer:
@@ -265,5 +266,5 @@ def test_a_live_run(server: Server, port: int) -> None:
     assert {re.findall(r"autoprec_\w+", expression)[0] for expression in empty} <= {"autoprec_unit_overflows_total"}
     formats = [answer for expression, answer in asks.answers.items() if expression.startswith("max by")]
     assert {float(each["value"][1]) for each in formats[0]} == {9.0}, "fp16, emulated, which is the tenth"
-    assert not server.query("ALERTS")
+    assert not server.query('ALERTS{alertstate="firing"}')
     server.wait_for("up == 0")

@@ -24,8 +24,7 @@ class MonitorConfig:
         address: What it listens on. The default can be reached from this machine only; the server has no password and
             no encryption.
         run: Label ``run`` of every metric. ``None`` takes the logger's name and version, else the module's class.
-        max_units: Units that have metrics of their own: those with the most parameters. 0 for none. Each has up to
-            five series.
+        max_units: Units that have metrics of their own, four series each: those with the most parameters. 0 for none.
         push_url: Also pushes to a push gateway at this URL, for jobs that end before they are scraped.
         textfile: Also writes this file, whose name ends in ``.prom``, for the textfile collector of node_exporter.
         interval_s: Seconds between two pushes, and between two writes.
