@@ -18,13 +18,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from autoprec import Action, AutoPrecisionCallback, MonitorConfig
 from autoprec.monitoring import monitor as monitor_module
+from autoprec.monitoring.values import StepReader, StepValues
 from tests.monitored import Scraped, Scraper, our_threads, scrape
 from tests.small_fits import Plain, assert_identical, loader, outcome, quiet, seed
 from tests.support import Lin, cpu, scripted, squares_but
@@ -277,6 +278,30 @@ def test_a_fault_of_ours_does_not_cost_the_run(monkeypatch: pytest.MonkeyPatch) 
     with pytest.warns(UserWarning, match="Monitor failed .*no name.* is off from here on"):
         fit([callback])
     assert callback.applied_steps == 8
+
+
+def test_a_fault_in_a_step_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    callback, _ = watched()
+
+    def fail(self: StepReader) -> StepValues:
+        if callback.applied_steps == 3:
+            raise RuntimeError("no values")
+        return read(self)
+
+    read = StepReader.read
+    monkeypatch.setattr(StepReader, "read", fail)
+    with pytest.warns(UserWarning, match="metrics are off from here on, .*no values") as warned:
+        fit([callback])
+    assert len([each for each in warned if "metrics are off" in str(each.message)]) == 1
+    assert callback.applied_steps == 8
+
+
+@pytest.mark.parametrize("options", [{"barebones": True}, {"fast_dev_run": 6}], ids=str)
+def test_trainers_that_write_nothing(options: dict[str, Any]) -> None:
+    callback, scraper = watched()
+    quiet = {"accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False, "enable_model_summary": False}
+    Trainer(**quiet, **options, callbacks=[callback, scraper]).fit(Plain(), loader())
+    assert scraper.seen.all("running") == [{"run": "Plain", "device": "cpu"}]
 
 
 # ---- how it is asked for ----

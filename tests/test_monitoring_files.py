@@ -85,6 +85,12 @@ def test_rules_are_those_that_are_promised() -> None:
     assert (rules["AutoprecLowUtilization"]["for"], "< 0.3" in rules["AutoprecLowUtilization"]["expr"]) == ("10m", True)
 
 
+def test_the_page_lists_every_alert() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "monitoring.md").read_text()
+    listed = re.findall(r"^\| `(Autoprec\w+)` \|", page, re.MULTILINE)
+    assert listed == [rule["alert"] for group in RULES["groups"] for rule in group["rules"]]
+
+
 # ---- the command ----
 
 

@@ -105,3 +105,19 @@ def test_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="could not be sent to .*run.prom: NotADirectoryError"):
         fit(callback)
     assert callback.applied_steps == 8
+
+
+@pytest.mark.slow
+def test_spawned(tmp_path: Path) -> None:
+    """The process that trains opens and closes everything; the parent's callback knows of nothing."""
+    path = tmp_path / "run.prom"
+    callback = AutoPrecisionCallback(interval=2, verbose=False, monitor=MonitorConfig(port=0, textfile=path))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):  # the launcher sets some
+            patch.setenv(name, "")
+            patch.delenv(name)
+        fit_in = {"strategy": "ddp_spawn", "devices": 1, "use_distributed_sampler": False}
+        quiet(max_steps=8, callbacks=[callback], **fit_in).fit(Plain(), loader())
+    assert callback.monitor_url is None
+    assert not our_threads()
+    assert Scraped(path.read_text()).value("applied_steps_total") == 8

@@ -91,6 +91,7 @@ def sources() -> set[str]:
     files = [
         path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.[pchty]*") if is_code(path)
     ]
+    files += [path.relative_to(ROOT) for path in (ROOT / "autoprec" / "monitoring" / "data").iterdir()]
     return {str(path) if path.parts[0] == "autoprec" else f"autoprec/{path}" for path in files} | shipped()
 
 

@@ -17,14 +17,14 @@ either program.
 """
 _WRITE_HELP = """Writes settings of Prometheus, alert rules, and a dashboard for Grafana into a folder.
 
-The settings make Prometheus scrape runs on this machine, one port for each. Grafana takes the dashboard under
-*Dashboards, New, Import*.
+The settings make Prometheus scrape runs on this machine, one port for each. Its own pages are at
+http://localhost:9090/graph and /alerts. Grafana takes the dashboard under *Dashboards, New, Import*.
 
 Examples:
 
     autoprec monitoring write watch
 
-    prometheus --config.file=watch/prometheus.yml     # then http://localhost:9090/alerts
+    prometheus --config.file=watch/prometheus.yml
 
     autoprec monitoring write watch --port 9753 --port 9754 --force
 """

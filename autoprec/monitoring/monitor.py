@@ -137,9 +137,14 @@ class Monitor:
 
     def end_step(self) -> None:
         """Called when it is over; reads nothing from the device."""
-        if self._values is not None and self._observe is not None:
+        if self._values is None or self._observe is None:
+            return
+        try:
             self._observe(time.perf_counter() - self._begun)
             self._values.step = self._reader.read()
+        except Exception as error:  # a report must not cost the run
+            self.close()
+            rank_zero_warn(f"autoprec: metrics are off from here on, training goes on: {type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Ends threads and sockets, after what is sent has been sent once more; a second call does nothing."""
