@@ -82,7 +82,9 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=50, help="layers of the model")
     units = parser.parse_args().units
     callback = AutoPrecisionCallback(interval=4, verbose=False, monitor=MonitorConfig(max_units=units))
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     trainer = Trainer(accelerator="cpu", max_steps=STEPS, callbacks=[callback, Hold(callback)], **quiet)
     trainer.fit(Stack(units), DataLoader(TensorDataset(torch.randn(8 * STEPS, 16)), batch_size=8))
 

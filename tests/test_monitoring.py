@@ -299,8 +299,13 @@ def test_a_fault_in_a_step_neither(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", [{"barebones": True}, {"fast_dev_run": 6}], ids=str)
 def test_trainers_that_write_nothing(options: dict[str, Any]) -> None:
     callback, scraper = watched()
-    quiet = {"accelerator": "cpu", "max_epochs": 1, "enable_progress_bar": False, "enable_model_summary": False}
-    Trainer(**quiet, **options, callbacks=[callback, scraper]).fit(Plain(), loader())
+    plain: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    Trainer(**plain, **options, callbacks=[callback, scraper]).fit(Plain(), loader())
     assert scraper.seen.all("running") == [{"run": "Plain", "device": "cpu"}]
 
 
