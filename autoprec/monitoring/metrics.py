@@ -76,7 +76,7 @@ METRICS: Mapping[str, Metric] = {
     "unit_format": Metric("info", "The format that a unit runs in, always 1.", ("unit", "kind", "format", "emulated")),
     "unit_activation_amax": Metric("gauge", "Largest output magnitude of a unit in the latest sample.", ("unit",)),
     "unit_grad_norm": Metric("gauge", "Norm of a unit's unscaled gradients in the latest applied step.", ("unit",)),
-    "unit_overflows": Metric("counter", "Outputs of a unit that left the range of its format.", ("unit",)),
+    "unit_overflows": Metric("counter", "How often outputs of a unit left the range of its format.", ("unit",)),
 }
 
 Samples = Iterator[tuple[str, tuple[str, ...], float]]
