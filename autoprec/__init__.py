@@ -24,6 +24,7 @@ from autoprec.guard import DivergedTrainingError, NonFiniteTrainingError
 from autoprec.history import Decision, History
 from autoprec.inference import apply_map
 from autoprec.map_file import load_map
+from autoprec.monitoring.config import MonitorConfig
 from autoprec.plan_config import PlanConfig
 from autoprec.precision import AutoPrecision
 from autoprec.rule import RuleController
@@ -51,6 +52,7 @@ __all__ = [
     "History",
     "LossScaleConfig",
     "MapController",
+    "MonitorConfig",
     "NonFiniteTrainingError",
     "NumberFormat",
     "PlanConfig",

@@ -29,6 +29,8 @@ from autoprec.knobs import KNOBS, steered_units
 from autoprec.listeners import check_record, listeners_for, write_history
 from autoprec.machine_load import MachineLoad
 from autoprec.map_file import save_map
+from autoprec.monitoring.config import MonitorConfig, checked
+from autoprec.monitoring.monitor import Monitor, monitor_for
 from autoprec.plan_facts import read_facts
 from autoprec.precision import AutoPrecision
 from autoprec.progress_feed import ProgressFeed
@@ -71,6 +73,8 @@ class AutoPrecisionCallback(Callback):
         verbose: Print a short table when fit ends.
         record: Keep a record of the run while it trains: ``True`` for a folder ``autoprec`` in the Trainer's log
             folder, or a path. ``autoprec report`` makes a page of it.
+        monitor: Shows the run to Prometheus while it trains: a port (0 takes a free one and says which), or a
+            :class:`~autoprec.monitoring.config.MonitorConfig`. ``None`` goes by ``AUTOPREC_MONITOR_PORT``.
 
     Raises:
         ValueError: If an argument is out of range; the message says what is allowed.
@@ -94,6 +98,7 @@ class AutoPrecisionCallback(Callback):
         history_file: bool | str | Path = False,
         verbose: bool = True,
         record: bool | str | Path = False,
+        monitor: MonitorConfig | int | None = None,
     ) -> None:
         if isinstance(interval, bool) or not hasattr(interval, "__index__") or interval < 1:
             raise ValueError(f"Passed `AutoPrecisionCallback(interval={interval!r})`. `interval` must be an int >= 1.")
@@ -111,11 +116,14 @@ class AutoPrecisionCallback(Callback):
         self.history_file = history_file
         self.verbose = verbose
         self.record = record
+        self.monitor = checked(monitor)
+        self._monitor: Monitor | None = None
         self._installation = Installation()
         self._asking = Asking(self.controller, self.plugin)
         self._reset()
 
     def _reset(self) -> None:
+        self._close_monitor()
         self._last_decision = 0
         self._largest_rate = 0.0
         self._seen_samples = 0
@@ -188,6 +196,11 @@ class AutoPrecisionCallback(Callback):
     def noise_scale(self) -> tuple[float, float]:
         """Gradient-noise scale and its standard error in samples, NaN while they are not known."""
         return (math.nan, math.nan) if self.steering is None else self.steering.telemetry.noise.scale.estimate
+
+    @property
+    def monitor_url(self) -> str | None:
+        """Where Prometheus can read the metrics of the fit under way; ``None`` where nothing listens."""
+        return None if self._monitor is None else self._monitor.url
 
     def precision_map(self) -> dict[str, str]:
         """Current format of every unit by name; empty before the first fit.
@@ -269,6 +282,9 @@ class AutoPrecisionCallback(Callback):
             self._first_map = None
             steering.requests.warn_of_unknown_names()
         listeners = listeners_for(trainer, self.record)
+        self._monitor = monitor_for(self.monitor, trainer, steering)
+        if self._monitor is not None:
+            listeners.append(self._monitor)
         self._feed.start(listeners, trainer, steering, self._settings, self.controller.name, self.interval)
 
     @property
@@ -296,6 +312,7 @@ class AutoPrecisionCallback(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Gives the Trainer its own plugin back."""
         self._feed.end(self._summary)
+        self._close_monitor()
         self._asking.end()
         self._installation.remove(trainer)
 
@@ -305,6 +322,7 @@ class AutoPrecisionCallback(Callback):
             self._write_history(trainer)
             self._feed.end(self._summary, exception)
         finally:
+            self._close_monitor()
             self._asking.end()
             self._installation.remove(trainer)
 
@@ -353,6 +371,8 @@ class AutoPrecisionCallback(Callback):
         if not self.plugin.has_begun_batch:  # the plugin does not see batches that `training_step` draws itself
             self.plugin.begin_batch()
         self._feed.begin_window()
+        if self._monitor is not None:
+            self._monitor.begin_step()
         steering.apply_pending()
         self._ask_for_epoch(trainer.current_epoch)  # Lightning leaves out the epoch's hook after some resumes
         if steering.window >= self._next_script:
@@ -422,6 +442,8 @@ class AutoPrecisionCallback(Callback):
     ) -> None:
         """Closes the window and logs."""
         self._fit.finish_window()
+        if self._monitor is not None and self._fit.is_at_boundary:
+            self._monitor.end_step()
         if trainer.barebones or self._fit.window % max(log_interval(trainer), 1):
             return
         values, bits = metrics(self._fit), mean_bits(self._fit.knobs)
@@ -455,6 +477,11 @@ class AutoPrecisionCallback(Callback):
     def _summary(self) -> str:
         text = summarize(self._fit, self.controller.name, self._asking.notes())
         return text + no_decision(self._fit, self.interval) if self.controller.looks else text
+
+    def _close_monitor(self) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            monitor.close()
 
     def _write_history(self, trainer: pl.Trainer) -> None:
         if self._installation.owner is trainer:

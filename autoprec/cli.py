@@ -115,6 +115,7 @@ def build_app() -> typer.Typer:
         doctor,
         evaluate_policy,
         hardware,
+        monitoring,
         report,
         train_policy,
     )
@@ -141,6 +142,7 @@ def build_app() -> typer.Typer:
     compare.add_to(app)
     report.add_to(app)
     apply.add_to(app)
+    monitoring.add_to(app)
     train_policy.add_to(app)
     evaluate_policy.add_to(app)
 

@@ -57,9 +57,9 @@ def scripted(steps: dict[int, Action], **arguments: Any) -> AutoPrecisionCallbac
 # arguments
 
 
-def test_at_most_eight_typed_arguments() -> None:
+def test_at_most_nine_typed_arguments() -> None:
     parameters = list(inspect.signature(AutoPrecisionCallback).parameters.values())
-    assert len(parameters) <= 8
+    assert len(parameters) <= 9
     for parameter in parameters:
         assert parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         assert parameter.annotation is not parameter.empty

@@ -20,7 +20,19 @@ from pathlib import Path
 import pytest
 
 from autoprec import __version__, cli
-from autoprec.commands import apply, calibrate, compare, demo, doctor, evaluate_policy, extras, hardware, train_policy
+from autoprec.commands import (
+    apply,
+    calibrate,
+    compare,
+    demo,
+    doctor,
+    evaluate_policy,
+    extras,
+    hardware,
+    monitoring,
+    report,
+    train_policy,
+)
 from autoprec.commands.time_left import TimeLeft
 from autoprec.compare.turns import MIN_ROUNDS, RunError
 from autoprec.demo import run
@@ -250,9 +262,22 @@ def descendants(process: int) -> list[int]:
         doctor._HELP,
         evaluate_policy._HELP,
         hardware._HELP,
+        monitoring._WRITE_HELP,
+        report._HELP,
         train_policy._HELP,
     ],
-    ids=["apply", "calibrate", "compare", "demo", "doctor", "evaluate-policy", "hardware", "train-policy"],
+    ids=[
+        "apply",
+        "calibrate",
+        "compare",
+        "demo",
+        "doctor",
+        "evaluate-policy",
+        "hardware",
+        "monitoring",
+        "report",
+        "train-policy",
+    ],
 )
 def test_examples_fit_into_a_terminal_of_80_columns(text: str) -> None:
     examples = [line.strip() for line in text.splitlines() if line.startswith("    ")]

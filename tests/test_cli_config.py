@@ -25,6 +25,7 @@ from autoprec import (
     GuardConfig,
     LossScaleConfig,
     MapController,
+    MonitorConfig,
     RuleController,
     ScriptedController,
 )
@@ -312,3 +313,12 @@ def test_strategy_by_name() -> None:
     trainer = cli(["--trainer.strategy=autoprec", "--trainer.precision=bf16-mixed"]).trainer
     assert type(trainer.strategy) is AutoPrecisionStrategy
     assert trainer.precision_plugin.base.precision == "bf16-mixed"  # type: ignore[attr-defined]
+
+
+def test_monitor() -> None:
+    """A port, or settings one by one."""
+    add = f"--trainer.callbacks+={NAME}"
+    assert built([add, "--trainer.callbacks.monitor=9753"]).monitor == MonitorConfig(port=9753)
+    settings = ["--trainer.callbacks.monitor.port=0", "--trainer.callbacks.monitor.run=mine"]
+    assert built([add, "--trainer.callbacks.monitor=MonitorConfig", *settings]).monitor == MonitorConfig(run="mine")
+    assert built([add]).monitor is None

@@ -20,6 +20,7 @@ HEAVY = {
     "matplotlib",
     "optuna",
     "plotly",
+    "prometheus_client",
     "ray",
     "rich",
     "sb3_contrib",

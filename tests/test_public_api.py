@@ -32,6 +32,7 @@ PUBLIC = [
     "History",
     "LossScaleConfig",
     "MapController",
+    "MonitorConfig",
     "NonFiniteTrainingError",
     "NumberFormat",
     "PlanConfig",
