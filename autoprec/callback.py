@@ -28,6 +28,7 @@ from autoprec.installation import Installation
 from autoprec.knobs import KNOBS, steered_units
 from autoprec.machine_load import MachineLoad
 from autoprec.map_file import save_map
+from autoprec.metric_names import BITS
 from autoprec.plan_facts import read_facts
 from autoprec.precision import AutoPrecision
 from autoprec.saved_state import STATE_VERSION, check_version
@@ -416,9 +417,9 @@ class AutoPrecisionCallback(Callback):
         else:  # what `log` does for loggers takes as long as a small step
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         if trainer.loggers or trainer.progress_bar_callback is not None:
-            self.log("autoprec/bits", bits, prog_bar=True, batch_size=1)
+            self.log(BITS, bits, prog_bar=True, batch_size=1)
         else:
-            trainer.callback_metrics["autoprec/bits"] = torch.tensor(bits)
+            trainer.callback_metrics[BITS] = torch.tensor(bits)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Goes back once more if training would end on weights that are not finite."""
