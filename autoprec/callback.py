@@ -27,6 +27,7 @@ from autoprec.history import History
 from autoprec.installation import Installation
 from autoprec.knobs import KNOBS, steered_units
 from autoprec.listeners import check_record, listeners_for, write_history
+from autoprec.loggers import log_alive
 from autoprec.machine_load import MachineLoad
 from autoprec.map_file import save_map
 from autoprec.metric_names import BITS
@@ -426,6 +427,8 @@ class AutoPrecisionCallback(Callback):
         if trainer.barebones or self._fit.window % max(log_interval(trainer), 1):
             return
         values, bits = metrics(self._fit), mean_bits(self._fit.knobs)
+        if log_alive(trainer, {**values, BITS: bits}):
+            return
         # the batch size has no effect here, but Lightning asks for one where `training_step` takes a `dataloader_iter`
         if trainer.loggers:
             self.log_dict(values, batch_size=1)

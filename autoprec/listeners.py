@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from autoprec.history import History
+from autoprec.loggers import logger_listeners
 from autoprec.progress_reading import ProgressListener
 
 
@@ -34,8 +35,7 @@ def listeners_for(trainer: Any, record: bool | str | Path = False) -> list[Progr
     """
     if not trainer.is_global_zero:
         return []
-    listeners: list[ProgressListener] = []
-    return listeners
+    return [*logger_listeners(trainer)]
 
 
 def write_history(history: History, trainer: Any, history_file: bool | str | Path) -> None:

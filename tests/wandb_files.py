@@ -66,7 +66,8 @@ def _take(run: OfflineRun, record: Any) -> None:
     kind = record.WhichOneof("record_type")
     if kind == "run":
         found = record.run
-        run.project, run.group, run.job_type, run.name = found.project, found.run_group, found.job_type, found.display_name
+        run.project, run.group, run.job_type = found.project, found.run_group, found.job_type
+        run.name = found.display_name
         _update(run.config, found.config.update)
     elif kind == "config":
         _update(run.config, record.config.update)
