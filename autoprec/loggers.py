@@ -81,6 +81,9 @@ def log_alive(trainer: Any, values: dict[str, float]) -> bool:
     if len(alive) == len(trainer.loggers):
         return False
     step = int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+    results = trainer._results  # keeps what was logged in the epoch so far, to be logged again with every batch
+    for key in [key for key, result in results.items() if result.meta.name in values]:
+        del results[key]
     for logger in alive:
         logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=step)
     return True

@@ -31,6 +31,21 @@ JOB_TYPES: Final = {
 }
 """Job type of a run with a static precision, by the Trainer's ``precision``."""
 
+COMPARISON: Final = "comparison"
+"""Job type of the one run in a group that has the verdict."""
+
+VERDICT_COLUMNS: Final = [
+    "arm",
+    "seeds",
+    "step_ms",
+    "time_ratio",
+    "metric",
+    "difference",
+    "relation",
+    "peak_MiB",
+    "skipped",
+]
+
 _INIT_TIMEOUT_S = 30.0
 
 

@@ -19,7 +19,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{name}.md" for name in ("behaviour", "compare", "environments", "hardware", "policies", "usage")),
+    *(
+        f"docs/{name}.md"
+        for name in ("behaviour", "compare", "environments", "hardware", "loggers", "policies", "usage")
+    ),
 ]
 
 
@@ -28,7 +31,9 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a fit with every default, as a reader would start
-@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/hardware.md", "docs/policies.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/usage.md", "docs/hardware.md", "docs/loggers.md", "docs/policies.md"]
+)
 def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_PATIENCE_S = 60.0
 _BLOCK, _FILE_HEADER, _CHUNK_HEADER = 32768, struct.Struct("<4sHB"), struct.Struct("<IHB")
 
 
@@ -47,11 +49,23 @@ class OfflineRun:
 
 
 def read_runs(folder: Path) -> list[OfflineRun]:
-    """Reads every run below a folder, in the order in which they were opened."""
-    return [read_run(path) for path in sorted(folder.rglob("*.wandb"), key=lambda path: path.stat().st_ctime_ns)]
+    """Reads every run below a folder; all must be finished.
+
+    Offline, `finish` returns before the service has written the last records.
+    """
+    return [_finished_run(path) for path in sorted(folder.rglob("*.wandb"))]
+
+
+def _finished_run(path: Path) -> OfflineRun:
+    give_up = time.monotonic() + _PATIENCE_S
+    while (run := read_run(path)).exit_code is None and time.monotonic() < give_up:
+        time.sleep(0.02)
+    assert run.exit_code is not None, f"{path} was never finished"
+    return run
 
 
 def read_run(path: Path) -> OfflineRun:
+    """Reads what one file holds so far."""
     from wandb.proto import wandb_internal_pb2
 
     run = OfflineRun(files=path.parent / "files")

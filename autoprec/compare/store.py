@@ -18,7 +18,18 @@ from autoprec.compare.records import Run
 from autoprec.compare.session import digests
 from autoprec.json_files import read_json, write_json
 
-_PARTS = ("settings.json", "plan.json", "comparison.json", "comparison.png", "runs", "outputs", "logs", "work")
+_PARTS = (
+    "settings.json",
+    "plan.json",
+    "comparison.json",
+    "comparison.png",
+    "runs",
+    "outputs",
+    "logs",
+    "work",
+    "wandb",
+    "wandb.json",
+)
 
 
 class StoreError(RuntimeError):
