@@ -128,7 +128,7 @@ def test_f05_all_rows_are_stored_also_of_a_run_that_goes_on_from_an_earlier_step
         def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             for part in range(20):
-                logger.experiment.log({"direct": float(loss), "part": part})
+                logger.experiment.log({"direct": loss.item(), "part": part})
             return loss
 
     logger = WandbLogger(save_dir=tmp_path)
