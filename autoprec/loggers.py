@@ -53,9 +53,12 @@ def logger_listeners(trainer: Any) -> list[ProgressListener]:
         trainer: The Trainer.
     """
     from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
+    from lightning.pytorch.loggers.logger import DummyLogger
 
     listeners: list[ProgressListener] = []
     for logger in trainer.loggers:
+        if isinstance(logger, DummyLogger):  # of `fast_dev_run`
+            continue
         if isinstance(logger, WandbLogger):
             listeners.append(WandbListener(trainer, logger, _map_saver(trainer)))
         elif isinstance(logger, TensorBoardLogger):

@@ -48,15 +48,19 @@ class _Period:
 class FormatMap:
     """The formats of a run over time: one row for each stretch in which a unit keeps its format.
 
+    It is empty where precision is not steered.
+
     Args:
         info: The run as training begins.
     """
 
     def __init__(self, info: RunInfo) -> None:
-        self.units = {unit.name: unit for unit in info.units if unit.left_alone is None}
+        # what is not steered runs in the Trainer's precision, whatever its format would be
+        is_steered = "precision" in info.knobs
+        self.units = {unit.name: unit for unit in info.units if is_steered and unit.left_alone is None}
         self._open = {name: _Period(unit, info.formats[name], info.window) for name, unit in self.units.items()}
         self._closed: list[_Period] = []
-        self._seen = set(info.formats.values())
+        self._seen = {period.format for period in self._open.values()}
 
     def note_decisions(self, decisions: Iterable[Decision]) -> None:
         """Takes over what decisions have changed, each from its own window on.

@@ -75,8 +75,8 @@ class WandbListener(LoggerListener):
         import wandb
 
         tables = {
-            metric_names.HISTORY: wandb.Table(columns=HISTORY_COLUMNS, data=history_rows(totals.history)),
-            metric_names.FORMAT_MAP: wandb.Table(columns=FORMAT_COLUMNS, data=self.formats.rows(totals.window)),
+            metric_names.HISTORY: wandb.Table(columns=[*HISTORY_COLUMNS], data=history_rows(totals.history)),
+            metric_names.FORMAT_MAP: wandb.Table(columns=[*FORMAT_COLUMNS], data=self.formats.rows(totals.window)),
         }
         self.logger.log_metrics(tables, step=self.step)
         self._log_artifact(totals)

@@ -11,20 +11,18 @@ Runs belong to a group by ``group=`` of their WandbLogger, and say what they are
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from autoprec import metric_names
 from autoprec.target_functions import PlainError
 from autoprec.wandb_logging import COMPARISON, JOB_TYPES
-
-if TYPE_CHECKING:
-    from wandb_workspaces.reports import v2
 
 METRICS: Final = (
     metric_names.LOSS,
@@ -80,8 +78,8 @@ def build_report(
     static: str = "bf16-mixed",
     metric: str = "val_loss",
     runs: Sequence[RunFigures] = (),
-) -> v2.Report:
-    """Returns the report, which nobody sees before it is saved.
+) -> Any:
+    """Returns the report, a ``wandb_workspaces.reports.v2.Report`` that nobody sees before it is saved.
 
     Args:
         entity: User or team that the project belongs to.
@@ -95,8 +93,7 @@ def build_report(
         ReportError: If wandb-workspaces is not installed.
     """
     _check_installed()
-    from wandb_workspaces.reports import v2
-
+    v2: Any = importlib.import_module("wandb_workspaces.reports.v2")  # exports its names without saying so
     job_type = JOB_TYPES.get(static, static)
     return v2.Report(
         entity=entity,

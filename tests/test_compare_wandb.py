@@ -61,8 +61,8 @@ def sent(found: Result, said: list[str]) -> list[str]:
     return send(found, verdict, settings(), "mine", said.append)
 
 
-def by_name(folder: str = "out") -> dict[str, OfflineRun]:
-    return {run.name: run for run in read_runs(Path(folder))}
+def by_name(count: int) -> dict[str, OfflineRun]:
+    return {run.name: run for run in read_runs(Path("out"), count)}
 
 
 STATIC = arm_runs("bf16-mixed", 10.0, 1.0, seeds=1, steps=6, peak_bytes=2**20, skipped_steps=1)
@@ -73,7 +73,7 @@ def test_a_run_for_each_arm_and_one_with_the_verdict() -> None:
     Store(Path("out"), settings().identity()).add(Stored(STEERED[0], EXTRA))
     said: list[str] = []
     assert sent(result(STATIC, STEERED), said) == ["bf16-mixed-seed0", "autoprec-seed0"]
-    runs = by_name()
+    runs = by_name(3)
     assert {name: run.job_type for name, run in runs.items()} == {
         "bf16-mixed-seed0": "amp-bf16",
         "autoprec-seed0": "autoprec",
@@ -102,8 +102,7 @@ def test_a_comparison_that_goes_on_sends_the_rest_into_the_same_group() -> None:
     assert sent(result(STATIC), said) == ["bf16-mixed-seed0"]
     assert sent(result(STATIC, STEERED), said) == ["autoprec-seed0"]
     assert sent(result(STATIC, STEERED), said) == []
-    runs = read_runs(Path("out"))
-    assert len(runs) == 4
+    runs = read_runs(Path("out"), 4)
     assert len({run.group for run in runs}) == 1
     assert "nothing new in group" in said[-1]
 
@@ -153,7 +152,7 @@ def test_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     words = "compare training.py:build --arms bf16-mixed,autoprec:fixed:bf16 --seeds 1 --steps 6 --out out --wandb mine"
     assert cli.main(words.split()) == 0, capsys.readouterr().err
     assert "2 runs in group `build-" in capsys.readouterr().out
-    runs = {run.job_type: run for run in read_runs(Path("out"))}
+    runs = {run.job_type: run for run in read_runs(Path("out"), 3)}
     assert set(runs) == {"amp-bf16", "autoprec:fixed:bf16", COMPARISON}
     steered = runs["autoprec:fixed:bf16"]
     assert len(steered.rows(metric_names.STEP_MS)) == 6

@@ -181,6 +181,13 @@ def test_a_logger_without_a_folder_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("autoprec.json"))
 
 
+def test_fast_dev_run_logs_nothing(tmp_path: Path) -> None:
+    callback = moving()
+    trained(CSVLogger(tmp_path / "csv"), callback, fast_dev_run=True)
+    assert callback.applied_steps == 1
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def test_training_has_the_same_bits_with_and_without_loggers(tmp_path: Path) -> None:
     def run(logger: Any) -> Any:
         seed()
@@ -230,7 +237,7 @@ def test_a_run_that_breaks_leaves_its_tables(tmp_path: Path, error: BaseExceptio
 # tables
 
 
-def info(**formats: str) -> RunInfo:
+def info(knobs: tuple[str, ...] = ("precision",), **formats: str) -> RunInfo:
     units = [UnitInfo(name=name, kind="linear", parameter_count=10 + 10 * place) for place, name in enumerate(formats)]
     left = UnitInfo(name="odd", kind="lstm", parameter_count=1000, left_alone="not steered")
     return RunInfo(
@@ -243,7 +250,7 @@ def info(**formats: str) -> RunInfo:
         machine={},
         policy="rule",
         interval=5,
-        knobs=(),
+        knobs=knobs,
         masked={},
         settings={"cap": math.inf},
         base_precision="32-true",
@@ -279,6 +286,16 @@ def test_format_map_keeps_stretches_of_any_origin() -> None:
             "autoprec/unit_share/bf16": 1 / 2,
         }
     )
+
+
+def test_a_run_whose_precision_is_not_steered_has_no_map() -> None:
+    found = FormatMap(info((), a="fp32"))
+    found.note({"a": "bf16", "odd": "bf16"}, 101)
+    assert (found.shares(), found.rows(120)) == ({}, [])
+    logger = Noted()
+    trained(logger, AutoPrecisionCallback(knobs=(), interval=4, verbose=False), precision="bf16-mixed")
+    assert logger.steps(metric_names.LOSS) == [5, 10, 15]
+    assert not any("_share/" in name for _, row in logger.rows for name in row)
 
 
 NOTHING = {"unit": None, "before": None, "requested": None, "applied": None, "reason": "", "recovered_at": None}

@@ -44,7 +44,7 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def stored(folder: Path) -> OfflineRun:
     wandb.finish()
-    (run,) = read_runs(folder)
+    (run,) = read_runs(folder, 1)
     return run
 
 
@@ -133,11 +133,14 @@ def test_f05_all_rows_are_stored_also_of_a_run_that_goes_on_from_an_earlier_step
 
     logger = WandbLogger(save_dir=tmp_path)
     sent = Counted(logger.experiment, monkeypatch)
-    saving = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=3, save_top_k=-1)
+
+    def saving(folder: str) -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+
     options = {"logger": logger, "log_every_n_steps": 1, "enable_checkpointing": True}
-    quiet(callbacks=[moving(), saving], max_epochs=1, **options).fit(Direct(), loader())
+    quiet(callbacks=[moving(), saving("saved")], max_epochs=1, **options).fit(Direct(), loader())
     first = len(sent.rows)
-    again = quiet(callbacks=[moving()], max_epochs=1, **options)
+    again = quiet(callbacks=[moving(), saving("again")], max_epochs=1, **options)
     again.fit(Direct(), loader(), ckpt_path=tmp_path / "saved" / "step=3.ckpt")
     run = stored(tmp_path)
 
@@ -244,7 +247,7 @@ def test_own_runs_stand_beside_the_users_and_follow_the_environment(
     monkeypatch.setenv("WANDB_RUN_GROUP", "of the environment")
     open_one(tmp_path / "second", said).finish()
     assert not users._is_finished
-    (ours,), (second,) = read_runs(tmp_path / "ours"), read_runs(tmp_path / "second")
+    (ours,), (second,) = read_runs(tmp_path / "ours", 1), read_runs(tmp_path / "second", 1)
     assert (ours.project, ours.group, ours.job_type, ours.name) == ("p", "g", "fp32", "n")
     assert ours.config["autoprec"] == {"arm": "32-true"}
     assert second.group == "of the environment"
@@ -271,7 +274,7 @@ def test_f06_without_a_login_or_a_network_own_runs_are_offline(tmp_path: Path, m
         "Weights & Biases: no login (`wandb login`)",
         "Weights & Biases cannot be reached (no such host)",
     ]
-    assert len(read_runs(tmp_path)) == 2
+    assert len(read_runs(tmp_path, 2)) == 2
 
 
 # the example
@@ -283,7 +286,7 @@ def test_the_example_logs_two_runs_of_one_group(
     monkeypatch.setattr("sys.argv", ["wandb_offline.py", "--quick", "--out", "out"])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert "wandb sync out/wandb/offline-run-*" in capsys.readouterr().out
-    runs = {run.job_type: run for run in read_runs(tmp_path / "out")}
+    runs = {run.job_type: run for run in read_runs(tmp_path / "out", 2)}
     assert set(runs) == {"amp-bf16", "autoprec"}
     assert {run.group for run in runs.values()} == {"corners"}
     for run in runs.values():

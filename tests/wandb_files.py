@@ -6,6 +6,7 @@ chunks of records, each chunk with its CRC, length and type (whole, first, middl
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
 import time
@@ -48,29 +49,32 @@ class OfflineRun:
         return document
 
 
-def read_runs(folder: Path) -> list[OfflineRun]:
-    """Reads every run below a folder; all must be finished.
+def read_runs(folder: Path, count: int) -> list[OfflineRun]:
+    """Reads every run below a folder.
 
-    Offline, `finish` returns before the service has written the last records.
+    Offline, `finish` returns before the service has written all records, and even before it has made the file.
+
+    Args:
+        folder: The folder.
+        count: How many runs there are to be, all of them finished.
     """
-    return [_finished_run(path) for path in sorted(folder.rglob("*.wandb"))]
-
-
-def _finished_run(path: Path) -> OfflineRun:
     give_up = time.monotonic() + _PATIENCE_S
-    while (run := read_run(path)).exit_code is None and time.monotonic() < give_up:
+    while True:
+        runs = [read_run(path) for path in sorted(folder.rglob("*.wandb"))]
+        if len(runs) >= count and all(run.exit_code is not None for run in runs):
+            break
+        assert time.monotonic() < give_up, f"{[run.exit_code for run in runs]} in place of {count} finished runs"
         time.sleep(0.02)
-    assert run.exit_code is not None, f"{path} was never finished"
-    return run
+    assert len(runs) == count
+    return runs
 
 
 def read_run(path: Path) -> OfflineRun:
     """Reads what one file holds so far."""
-    from wandb.proto import wandb_internal_pb2
-
+    protocol: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     run = OfflineRun(files=path.parent / "files")
     for payload in _payloads(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
+        record = protocol.Record()
         record.ParseFromString(payload)
         _take(run, record)
     return run
@@ -111,6 +115,8 @@ def _update(target: dict[str, Any], items: Iterable[Any]) -> None:
 
 
 def _payloads(data: bytes) -> Iterator[bytes]:
+    if len(data) < _FILE_HEADER.size:
+        return
     ident, _, _ = _FILE_HEADER.unpack_from(data)
     assert ident == b":W&B", ident
     position, parts = _FILE_HEADER.size, b""
@@ -121,6 +127,8 @@ def _payloads(data: bytes) -> Iterator[bytes]:
             continue
         _, length, kind = _CHUNK_HEADER.unpack_from(data, position)
         position += _CHUNK_HEADER.size
+        if position + length > len(data):  # is being written
+            return
         parts += data[position : position + length]
         position += length
         if kind in (1, 4):

@@ -166,7 +166,7 @@ def _send_verdict(
         say=say,
     )
     try:
-        run.log({metric_names.VERDICT: wandb.Table(columns=VERDICT_COLUMNS, data=verdict_rows(verdict))})
+        run.log({metric_names.VERDICT: wandb.Table(columns=[*VERDICT_COLUMNS], data=verdict_rows(verdict))})
         run.summary["autoprec/headline"] = verdict.headline
     finally:
         run.finish()
