@@ -107,7 +107,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
-    from autoprec.commands import compare, evaluate_policy, hardware, train_policy
+    from autoprec.commands import compare, evaluate_policy, hardware, report, train_policy
 
     app = typer.Typer(
         help=_APP_HELP,
@@ -150,6 +150,7 @@ def build_app() -> typer.Typer:
             typer.echo(line)
 
     compare.add_to(app)
+    report.add_to(app)
     hardware.add_to(app)
     train_policy.add_to(app)
     evaluate_policy.add_to(app)

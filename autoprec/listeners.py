@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from autoprec.history import History
 from autoprec.loggers import logger_listeners
 from autoprec.progress_reading import ProgressListener
+from autoprec.record_writer import RecordWriter
 
 
 def check_record(record: Any) -> None:
@@ -35,7 +36,11 @@ def listeners_for(trainer: Any, record: bool | str | Path = False) -> list[Progr
     """
     if not trainer.is_global_zero:
         return []
-    return [*logger_listeners(trainer)]
+    listeners = logger_listeners(trainer)
+    if record is not False:
+        folder = Path(trainer.log_dir or trainer.default_root_dir) / "autoprec" if record is True else Path(record)
+        listeners.append(RecordWriter(folder))
+    return listeners
 
 
 def write_history(history: History, trainer: Any, history_file: bool | str | Path) -> None:

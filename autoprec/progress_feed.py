@@ -24,7 +24,7 @@ from autoprec.cost_table import CostTable
 from autoprec.hardware import describe
 from autoprec.machine import circumstances, command_line
 from autoprec.machine_load import MachineLoad
-from autoprec.progress_reading import Costs, ProgressListener, ProgressReading, RunInfo, RunTotals, UnitInfo
+from autoprec.progress_reading import Costs, HowEnded, ProgressListener, ProgressReading, RunInfo, RunTotals, UnitInfo
 from autoprec.resident_memory import peak_resident_bytes, resident_bytes
 from autoprec.settings import PluginSettings
 from autoprec.steering import Steering
@@ -41,7 +41,7 @@ def _harmless(method: Callable[Concatenate[ProgressFeed, P], None]) -> Callable[
     """Keeps what goes wrong while a run is read from its training: listeners are told nothing more."""
 
     @wraps(method)
-    def guarded(feed: ProgressFeed, *args: P.args, **kwargs: P.kwargs) -> None:
+    def guarded(feed: ProgressFeed, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             method(feed, *args, **kwargs)
         except Exception as error:
@@ -250,7 +250,9 @@ class ProgressFeed:
 
     def _totals(self, summary: str, error: BaseException | None) -> RunTotals:
         steering = self._steering
-        ended = "finished" if error is None else "interrupted" if isinstance(error, _INTERRUPTIONS) else "failed"
+        ended: HowEnded = (
+            "finished" if error is None else "interrupted" if isinstance(error, _INTERRUPTIONS) else "failed"
+        )
         words = "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
         is_cuda = self._device.type == "cuda"
         return RunTotals(

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from autoprec import __version__
-from autoprec.collect import UNOFFERED
 from autoprec.compare.arms import Arm, check_runnable
 from autoprec.compare.child import final_state, peak_bytes
 from autoprec.compare.edits import edit_arguments
@@ -32,6 +31,7 @@ from autoprec.compare.recorder import OutputRecorder
 from autoprec.compare.targets import Target
 from autoprec.hardware.probing import processor_name
 from autoprec.machine import version
+from autoprec.run_record import UNOFFERED
 from autoprec.target_functions import TargetError
 
 _FINAL_EPOCH = 1 << 20  # the seed of the last validation, of no epoch of any run
@@ -52,6 +52,7 @@ class RunSpec:
         interval: Steps between decisions of a callback that is added.
         every: Steps between validations, ``None`` for the target's own.
         steps: Most steps of a fit that is not compared.
+        record: Where a run with autoprec keeps its record; ``None`` leaves that to its callback.
     """
 
     target: Target
@@ -64,6 +65,7 @@ class RunSpec:
     interval: int | None = None
     every: int | None = None
     steps: int | None = None
+    record: Path | None = None
 
 
 def train(spec: RunSpec, connection: Connection) -> Done:
@@ -159,6 +161,9 @@ class Session:
             self._changes.append("taken out: the AutoPrecisionCallback of the module")
 
     def _on_start(self, gate: GateHooks, trainer: Any, module: Any) -> tuple[str, ...]:
+        steered = steered_callback(trainer)
+        if steered is not None and self._spec.record is not None:
+            steered.record = self._spec.record if self._compared is None else False
         if self._compared is None:
             self._compared, gate.connection = gate, self._connection
             gate.meter = EnergyMeter(module.device)
