@@ -128,7 +128,7 @@ def open_run(
         "group": os.environ.get("WANDB_RUN_GROUP") or group,
         "job_type": os.environ.get("WANDB_JOB_TYPE") or job_type,
         "name": name,
-        "dir": str(folder),
+        "dir": str(folder.resolve()),  # wandb's service may have another working directory
         "config": {metric_names.CONFIG: dict(config)},
         "reinit": "create_new",
         "settings": wandb.Settings(init_timeout=_INIT_TIMEOUT_S, silent=True),

@@ -52,7 +52,9 @@ def loader(rows: int, seed: int) -> DataLoader[Any]:
 
 def train(job_type: str, callback: AutoPrecisionCallback, precision: Any, out: Path, quick: bool) -> None:
     seed_everything(0, verbose=False)
-    logger = WandbLogger(project="autoprec-example", group="corners", job_type=job_type, name=job_type, save_dir=out)
+    logger = WandbLogger(
+        project="autoprec-example", group="corners", job_type=job_type, name=job_type, save_dir=out.resolve()
+    )
     trainer = Trainer(
         max_epochs=1 if quick else 5,
         precision=precision,

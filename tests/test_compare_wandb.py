@@ -91,7 +91,7 @@ def test_a_run_for_each_arm_and_one_with_the_verdict() -> None:
     assert [row[metric_names.LOSS] for row in static.rows(metric_names.LOSS)] == [step.loss for step in STATIC[0].steps]
     assert (static.summary[metric_names.PEAK_BYTES], static.summary[metric_names.SKIPPED_STEPS]) == (2**20, 1)
     assert len(static.history) == len(list(rows_of_run(STATIC[0], {})))
-    assert [row["autoprec/parameter_share/bf16"] for row in steered.rows(metric_names.STEP_MS)] == [0, 0, *[0.75] * 4]
+    assert [row["autoprec/parameter_share/bf16"] for row in steered.rows(metric_names.STEP_MS)] == [0, *[0.75] * 5]
     table = runs[COMPARISON].table(metric_names.VERDICT)
     assert table["columns"] == VERDICT_COLUMNS
     assert [row[0] for row in table["data"]] == ["bf16-mixed", "autoprec"]

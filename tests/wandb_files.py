@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 30.0
 _BLOCK, _FILE_HEADER, _CHUNK_HEADER = 32768, struct.Struct("<4sHB"), struct.Struct("<IHB")
 
 

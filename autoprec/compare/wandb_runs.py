@@ -111,9 +111,9 @@ def rows_of_run(run: Run, extra: Mapping[str, Any]) -> Iterator[Row]:
     evaluations = {found.step: found for found in run.evaluations}
     parameters: Mapping[str, int] = extra.get("unit_parameters") or {}
     samples, elapsed_s = extra.get("samples_per_step"), 0.0
-    formats: dict[str, str] = {}
+    formats = dict(timeline.get(0, {}))
     for step in run.steps:
-        formats |= timeline.get(step.index, {})
+        formats |= timeline.get(step.index + 1, {})  # noted when the step has ended
         elapsed_s += step.step_ms / 1e3
         values = {
             metric_names.LOSS: step.loss,
