@@ -105,7 +105,10 @@ def build_report(
             v2.H1("What the runs have ended with"),
             *_verdict_blocks(v2, entity, project, group, job_type, runs, metric),
             v2.H1("All runs"),
-            v2.P("Lines are means over the runs of a job type, areas their range."),
+            v2.P(
+                f"Lines are means over the runs of a job type, areas their range. Over seconds, {metric} is drawn for"
+                " runs of `autoprec compare`, which log both together."
+            ),
             v2.PanelGrid(runsets=_everything(v2, entity, project, group), panels=_shared_panels(v2, metric)),
             v2.H1("What autoprec did"),
             v2.PanelGrid(runsets=_steered(v2, entity, project, group), panels=_steered_panels(v2)),

@@ -151,7 +151,9 @@ def test_a_missing_package_is_said_before_anything_runs(
 def test_from_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     words = "compare training.py:build --arms bf16-mixed,autoprec:fixed:bf16 --seeds 1 --steps 6 --out out --wandb mine"
     assert cli.main(words.split()) == 0, capsys.readouterr().err
-    assert "2 runs in group `build-" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 runs in group `build-" in printed
+    assert printed.splitlines()[-1].startswith("compare: task=build ")
     runs = {run.job_type: run for run in read_runs(Path("out"), 3)}
     assert set(runs) == {"amp-bf16", "autoprec:fixed:bf16", COMPARISON}
     steered = runs["autoprec:fixed:bf16"]

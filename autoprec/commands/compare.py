@@ -191,10 +191,10 @@ def _compare(settings: CompareSettings, fresh: bool, as_json: bool, wandb: str |
         raise typer.Exit(130) from error
     verdict = judged(result, settings)
     write_report(result, verdict, settings.out)
-    show_report(result, verdict, settings, console)
     if wandb is not None:
         from autoprec.compare.wandb_runs import send
 
         send(result, verdict, settings, wandb, lambda text: console.print(text, markup=False, highlight=False))
+    show_report(result, verdict, settings, console)
     if as_json:
         typer.echo(json.dumps(document(result, verdict), indent=1, allow_nan=False))
