@@ -27,8 +27,10 @@ from autoprec.history import History
 from autoprec.installation import Installation
 from autoprec.knobs import KNOBS, steered_units
 from autoprec.listeners import check_record, listeners_for, write_history
+from autoprec.loggers import log_alive
 from autoprec.machine_load import MachineLoad
 from autoprec.map_file import save_map
+from autoprec.metric_names import BITS
 from autoprec.monitoring.config import MonitorConfig, checked
 from autoprec.monitoring.monitor import Monitor, monitor_for
 from autoprec.plan_facts import read_facts
@@ -447,15 +449,17 @@ class AutoPrecisionCallback(Callback):
         if trainer.barebones or self._fit.window % max(log_interval(trainer), 1):
             return
         values, bits = metrics(self._fit), mean_bits(self._fit.knobs)
+        if log_alive(trainer, {**values, BITS: bits}):
+            return
         # the batch size has no effect here, but Lightning asks for one where `training_step` takes a `dataloader_iter`
         if trainer.loggers:
             self.log_dict(values, batch_size=1)
         else:  # what `log` does for loggers takes as long as a small step
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         if trainer.loggers or trainer.progress_bar_callback is not None:
-            self.log("autoprec/bits", bits, prog_bar=True, batch_size=1)
+            self.log(BITS, bits, prog_bar=True, batch_size=1)
         else:
-            trainer.callback_metrics["autoprec/bits"] = torch.tensor(bits)
+            trainer.callback_metrics[BITS] = torch.tensor(bits)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Goes back once more if training would end on weights that are not finite."""

@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from autoprec.history import History
+from autoprec.loggers import logger_listeners
 from autoprec.progress_reading import ProgressListener
 from autoprec.record_writer import RecordWriter
 
@@ -35,7 +36,7 @@ def listeners_for(trainer: Any, record: bool | str | Path = False) -> list[Progr
     """
     if not trainer.is_global_zero:
         return []
-    listeners: list[ProgressListener] = []
+    listeners = logger_listeners(trainer)
     if record is not False:
         folder = Path(trainer.log_dir or trainer.default_root_dir) / "autoprec" if record is True else Path(record)
         listeners.append(RecordWriter(folder))

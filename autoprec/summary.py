@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from autoprec import metric_names
 from autoprec.formats import FORMATS, get_format
 from autoprec.knobs import Knobs, steered_units
 from autoprec.learning_rate import LearningRate
@@ -18,21 +19,21 @@ def metrics(steering: Steering) -> dict[str, float]:
     """Returns what is logged while a model trains, by metric name."""
     knobs = steering.knobs
     values = {
-        "autoprec/loss_scale": knobs.loss_scale.scale,
-        "autoprec/applied_steps": float(steering.applied_steps),
-        "autoprec/skipped_steps": float(steering.skipped_steps),
+        metric_names.LOSS_SCALE: knobs.loss_scale.scale,
+        metric_names.APPLIED_STEPS: float(steering.applied_steps),
+        metric_names.SKIPPED_STEPS: float(steering.skipped_steps),
     }
     if steering.learning_rate.factor != 1.0:
-        values["autoprec/lr_factor"] = steering.learning_rate.factor
+        values[metric_names.LR_FACTOR] = steering.learning_rate.factor
     if steering.lost_windows:
-        values["autoprec/lost_windows"] = float(steering.lost_windows)
+        values[metric_names.LOST_WINDOWS] = float(steering.lost_windows)
     if math.isfinite(knobs.clip):
-        values["autoprec/clip_threshold"] = knobs.clip
+        values[metric_names.CLIP_THRESHOLD] = knobs.clip
     if steering.telemetry.norms:
-        values["autoprec/grad_norm"] = steering.telemetry.norms[-1]
+        values[metric_names.GRAD_NORM] = steering.telemetry.norms[-1]
     noise_scale, _ = steering.telemetry.noise.scale.estimate
     if math.isfinite(noise_scale):
-        values["autoprec/noise_scale"] = noise_scale
+        values[metric_names.NOISE_SCALE] = noise_scale
     return values
 
 

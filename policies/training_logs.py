@@ -19,9 +19,17 @@ class WandbWriter(KVWriter):
     """
 
     def __init__(self, project: str, name: str, folder: Path) -> None:
-        import wandb
+        from autoprec.wandb_logging import open_run
 
-        self._run = wandb.init(project=project, name=name, dir=str(folder), reinit="create_new")
+        self._run = open_run(
+            project,
+            group=folder.parent.name,
+            job_type="ppo-train",
+            name=name,
+            folder=folder,
+            config={"folder": str(folder)},
+            say=print,
+        )
         self._run.define_metric("*", step_metric="timesteps")
 
     def write(self, key_values: dict[str, Any], key_excluded: dict[str, Any], step: int = 0) -> None:

@@ -6,6 +6,7 @@ Time budget: 40 s.
 from __future__ import annotations
 
 import contextlib
+import csv
 import inspect
 import json
 import logging
@@ -607,9 +608,8 @@ def test_metrics_are_logged_under_one_prefix_at_lightnings_interval(tmp_path: Pa
     assert {"autoprec/clip_threshold", "autoprec/grad_norm"} <= ours
     assert set(trainer.callback_metrics) == ours
     assert [name for name in trainer.progress_bar_metrics if name.startswith("autoprec/")] == ["autoprec/bits"]
-    lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-    steps = [line.split(",")[lines[0].split(",").index("step")] for line in lines[1:]]
-    assert steps == ["3", "7", "11", "15"]
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["autoprec/bits"]] == ["3", "7", "11", "15"]
     shares = 8 * 16 + 16, 16 * 2 + 2
     assert trainer.callback_metrics["autoprec/bits"] == pytest.approx((16 * shares[0] + 32 * shares[1]) / sum(shares))
 
@@ -617,9 +617,8 @@ def test_metrics_are_logged_under_one_prefix_at_lightnings_interval(tmp_path: Pa
 def test_metrics_come_as_often_as_lightning_logs_under_accumulation(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     fit(AutoPrecisionCallback(verbose=False), logger=logger, log_every_n_steps=2, accumulate_grad_batches=2)
-    lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-    assert "autoprec/applied_steps" in lines[0]
-    assert len(lines) - 1 == 2
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        assert len([row for row in csv.DictReader(file) if row["autoprec/bits"]]) == 2
 
 
 @pytest.mark.parametrize("has_bar", [False, True])

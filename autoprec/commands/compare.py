@@ -47,6 +47,8 @@ Examples:
     autoprec compare config.yaml --arms bf16-mixed,autoprec
 
     autoprec compare config.yaml --metric val_accuracy --margin 0.002
+
+    WANDB_MODE=offline autoprec compare train.py --wandb myproject
 """
 
 
@@ -78,6 +80,9 @@ def add_to(app: typer.Typer) -> None:
     consistency_option = typer.Option(False, "--consistency", help="Run an arm once more with AVX2 instructions only.")
     out_option = typer.Option(Path("autoprec-compare"), help="Folder for results; goes on with what it holds.")
     fresh_option = typer.Option(False, "--fresh", help="Forget results in the folder.")
+    wandb_option = typer.Option(
+        None, metavar="PROJECT", help="Log every run to Weights & Biases, as one group, once all have ended."
+    )
     quick_option = typer.Option(False, "--quick", help="12 steps, 2 seeds unless you set them: does it run?")
     json_option = typer.Option(False, "--json", help="Print the results as JSON, and all else to standard error.")
 
@@ -101,6 +106,7 @@ def add_to(app: typer.Typer) -> None:
         consistency: bool = consistency_option,
         out: Path = out_option,
         fresh: bool = fresh_option,
+        wandb: str = wandb_option,
         quick: bool = quick_option,
         as_json: bool = json_option,
     ) -> None:
@@ -127,7 +133,7 @@ def add_to(app: typer.Typer) -> None:
             settings = _settings(target, words or [], arms, with_defaults(chosen, quick))
         except (ValueError, FileNotFoundError, TargetError) as error:
             raise typer.BadParameter(str(error)) from error
-        _compare(settings, fresh, as_json)
+        _compare(settings, fresh, as_json, wandb)
 
 
 def _settings(target: str, words: list[str], arms: str, chosen: dict[str, Any]) -> CompareSettings:
@@ -139,15 +145,23 @@ def _settings(target: str, words: list[str], arms: str, chosen: dict[str, Any]) 
     return CompareSettings(target=load_target(target, words), arms=parse_arms(names), **chosen)
 
 
-def _compare(settings: CompareSettings, fresh: bool, as_json: bool) -> None:
+def _check_installed(with_wandb: bool) -> None:
     import typer
 
-    missing = [name for name in ("rich", "matplotlib") if importlib.util.find_spec(name) is None]
+    needed = {"rich": "'.[cli]'", "matplotlib": "'.[cli]'"} | ({"wandb": "'.[wandb]'"} if with_wandb else {})
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:  # found out now, not after hours of training
+        extras = " ".join(dict.fromkeys(needed[name] for name in missing))
         typer.echo(
-            f"`autoprec compare` needs {', '.join(missing)}. Run `pip install '.[cli]'` in a checkout.", err=True
+            f"`autoprec compare` needs {', '.join(missing)}. Run `pip install {extras}` in a checkout.", err=True
         )
         raise typer.Exit(1)
+
+
+def _compare(settings: CompareSettings, fresh: bool, as_json: bool, wandb: str | None) -> None:
+    import typer
+
+    _check_installed(wandb is not None)
     from rich.console import Console
 
     from autoprec.compare.report import document, judged, show_report, write_report
@@ -177,6 +191,10 @@ def _compare(settings: CompareSettings, fresh: bool, as_json: bool) -> None:
         raise typer.Exit(130) from error
     verdict = judged(result, settings)
     write_report(result, verdict, settings.out)
+    if wandb is not None:
+        from autoprec.compare.wandb_runs import send
+
+        send(result, verdict, settings, wandb, lambda text: console.print(text, markup=False, highlight=False))
     show_report(result, verdict, settings, console)
     if as_json:
         typer.echo(json.dumps(document(result, verdict), indent=1, allow_nan=False))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from autoprec.batches import rows_of
 from autoprec.compare.batches import digest_of_batch
 from autoprec.compare.energy import EnergyMeter
 from autoprec.compare.messages import Command, Evaluate, Evaluated, Finish, Go, Ready, Reply, Turn
@@ -82,6 +83,7 @@ class GateHooks:
         self.elapsed_s = 0.0
         self.evaluations: list[Evaluation] = []
         self.batches: list[str] = []
+        self.samples = 0
         self.meter: EnergyMeter | None = None
         self._is_metering = False
         self.counts_flops = False
@@ -134,6 +136,7 @@ class GateHooks:
             self._global_step = trainer.global_step
         if len(self.batches) < CHECKED_BATCHES:
             self.batches.append(digest_of_batch(batch))
+        self.samples += rows_of(batch)
         self._batches_of_step += 1
         if self.counts_flops and self.step == 1 and self.flops is None:
             self._counter = FlopCounterMode(display=False)

@@ -52,6 +52,7 @@ class _Progress:
     step_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     changes: list[int] = field(default_factory=list)
+    timeline: list[tuple[int, dict[str, str]]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     formats: dict[str, str] = field(default_factory=dict)
     error: str | None = None
@@ -62,6 +63,8 @@ class _Progress:
         self.losses += turn.losses
         self.evaluations = turn.evaluations or self.evaluations
         for step, formats in turn.formats:
+            changed = {unit: name for unit, name in formats.items() if self.formats.get(unit) != name}
+            self.timeline.append((step, changed))
             self.formats = formats
             self.changes += [step] if step else []
 
@@ -89,7 +92,12 @@ class _Progress:
             error=self.error or _divergence(self.losses),
             environment=extra.pop("environment", {}),
         )
-        kept = {"first_change": min(self.changes, default=None), "parameters": self.ready and self.ready.parameters}
+        kept = {
+            "first_change": min(self.changes, default=None),
+            "parameters": self.ready and self.ready.parameters,
+            "timeline": self.timeline,
+            "unit_parameters": done.unit_parameters,
+        }
         return Stored(run, encoded({**kept, **extra}))
 
 

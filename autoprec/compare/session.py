@@ -229,6 +229,7 @@ class Session:
             "evaluations": [asdict(evaluation) for evaluation in gate.evaluations],
             "formats": gate.formats,
             "batches": gate.batches,
+            "samples_per_step": gate.samples / gate.step if gate.step and gate.samples else None,
             "energy_j": None if gate.meter is None else gate.meter.joules,
             "energy_source": None if gate.meter is None else gate.meter.source,
             "flops_per_step": gate.flops,

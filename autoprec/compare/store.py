@@ -29,6 +29,8 @@ _PARTS = (
     "records",
     "logs",
     "work",
+    "wandb",
+    "wandb.json",
 )
 
 
