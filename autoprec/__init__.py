@@ -3,6 +3,9 @@
 Public names live here; everything else may change. Start at ``AutoPrecisionCallback``.
 """
 
+import importlib
+from typing import Any
+
 from autoprec.action import Action
 from autoprec.callback import AutoPrecisionCallback
 from autoprec.config import (
@@ -29,6 +32,15 @@ from autoprec.strategy import AutoPrecisionStrategy
 from autoprec.table import TableConfig, TableSettings
 
 __version__ = "0.1.0"
+
+_ROOMS = ("sweep",)  # need extras, so they are imported when they are asked for
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"autoprec.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "FORMATS",

@@ -23,8 +23,9 @@ _EXTRAS = {
     "compress": ("zstandard",),
     "plan": ("scipy",),
     "rl": ("gymnasium", "stable_baselines3", "sb3_contrib"),
+    "sweep": ("optuna", "optuna_dashboard", "sqlalchemy", "filelock", "plotly"),
 }
-_UNUSED_EXTRAS = ("sweep", "wandb", "report", "monitor", "ray")  # named for parts that are still to come
+_UNUSED_EXTRAS = ("wandb", "report", "monitor", "ray")  # named for parts that are still to come
 _INSTALL = "Run `pip install '.[cli]'` in a checkout of autoprec."
 MIN_MINUTES = 1.0
 
@@ -107,7 +108,7 @@ def build_app() -> typer.Typer:
     """
     import typer
 
-    from autoprec.commands import compare, evaluate_policy, hardware, train_policy
+    from autoprec.commands import compare, evaluate_policy, hardware, sweep, train_policy
 
     app = typer.Typer(
         help=_APP_HELP,
@@ -151,6 +152,7 @@ def build_app() -> typer.Typer:
 
     compare.add_to(app)
     hardware.add_to(app)
+    sweep.add_to(app)
     train_policy.add_to(app)
     evaluate_policy.add_to(app)
 
