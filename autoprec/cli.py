@@ -22,10 +22,11 @@ _EXTRAS = {
     "cli": ("typer", "rich", "matplotlib", "scipy", "sklearn"),
     "compress": ("zstandard",),
     "plan": ("scipy",),
+    "ray": ("ray",),
     "rl": ("gymnasium", "stable_baselines3", "sb3_contrib"),
     "sweep": ("optuna", "optuna_dashboard", "sqlalchemy", "filelock", "plotly"),
 }
-_UNUSED_EXTRAS = ("wandb", "report", "monitor", "ray")  # named for parts that are still to come
+_UNUSED_EXTRAS = ("wandb", "report", "monitor")  # named for parts that are still to come
 _INSTALL = "Run `pip install '.[cli]'` in a checkout of autoprec."
 MIN_MINUTES = 1.0
 

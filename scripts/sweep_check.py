@@ -53,14 +53,11 @@ def main() -> int:
     config.write_text(CONFIG.format(target=f"{target}:digits", trials=options.trials, out=out / "sweep"))
 
     parent = start(config)
-    wait_for("a third of the trials", lambda: len(ended(out)) >= options.trials // 4)
-    worker = wait_for("a worker in mid-trial", lambda: next(iter(busy_workers(parent.pid)), None))
-    os.kill(worker, signal.SIGKILL)
-    print(f"worker {worker} killed after {len(ended(out))} trials", flush=True)
-    wait_for("more trials", lambda: len(ended(out)) >= options.trials // 2)
-    workers = wait_for("a worker in mid-trial", lambda: busy_workers(parent.pid))
-    parent.kill()
-    parent.wait()
+    try:
+        workers = kill_both(parent, out, options.trials)
+    finally:  # whatever went wrong, nothing stays behind
+        parent.kill()
+        parent.wait()
     wait_for("workers to end with their parent", lambda: not any(map(is_alive, workers)))
     before = ended(out)
     print(f"parent killed after {len(before)} trials", flush=True)
@@ -71,6 +68,18 @@ def main() -> int:
     resumed = retried(out)
     print(f"sweep: trials={len(after)} lost={len(lost)} resumed={resumed}")
     return int(code != 0 or bool(lost) or len(after) != options.trials or resumed < 2)
+
+
+def kill_both(parent: subprocess.Popen[bytes], out: Path, count: int) -> list[int]:
+    """Kills a worker, and later the parent; returns the workers that the parent had."""
+    wait_for("a quarter of the trials", lambda: len(ended(out)) >= count // 4)
+    worker = wait_for("a worker in mid-trial", lambda: next(iter(busy_workers(parent.pid)), None))
+    os.kill(worker, signal.SIGKILL)
+    print(f"worker {worker} killed after {len(ended(out))} trials", flush=True)
+    wait_for("half of the trials", lambda: len(ended(out)) >= count // 2)
+    workers: list[int] = wait_for("a worker in mid-trial", lambda: busy_workers(parent.pid))
+    parent.kill()
+    return workers
 
 
 def start(config: Path, *words: str) -> subprocess.Popen[bytes]:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from autoprec import __version__, cli
-from autoprec.commands import compare, evaluate_policy, hardware, train_policy
+from autoprec.commands import compare, evaluate_policy, hardware, sweep, train_policy
 from autoprec.commands.time_left import TimeLeft
 from autoprec.compare.turns import MIN_ROUNDS, RunError
 from autoprec.demo import run
@@ -264,8 +264,16 @@ def descendants(process: int) -> list[int]:
 
 @pytest.mark.parametrize(
     "text",
-    [cli._DEMO_HELP, cli._DOCTOR_HELP, compare._HELP, evaluate_policy._HELP, hardware._HELP, train_policy._HELP],
-    ids=["demo", "doctor", "compare", "evaluate-policy", "hardware", "train-policy"],
+    [
+        cli._DEMO_HELP,
+        cli._DOCTOR_HELP,
+        compare._HELP,
+        evaluate_policy._HELP,
+        hardware._HELP,
+        sweep._HELP,
+        train_policy._HELP,
+    ],
+    ids=["demo", "doctor", "compare", "evaluate-policy", "hardware", "sweep", "train-policy"],
 )
 def test_examples_fit_into_a_terminal_of_80_columns(text: str) -> None:
     examples = [line.strip() for line in text.splitlines() if line.startswith("    ")]

@@ -20,7 +20,7 @@ import optuna
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
 from optuna.storages import BaseStorage, GrpcStorageProxy, JournalStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import IntegrityError, OperationalError
 
 from autoprec.sweep.config import SweepError
 
@@ -32,6 +32,7 @@ SEEN = "seen"
 """User attribute with the time of the last sign of life, where the storage has no heartbeats."""
 _BUSY_S = 60
 _PATIENCE_S = 180.0
+_ATTEMPTS = 20
 _BUSY = ("locked", "busy")
 
 
@@ -139,8 +140,16 @@ def _database(url: str, max_retry: int) -> RDBStorage:
         grace_period=GRACE_S,
         heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=max_retry),
     )
-    # the first process makes the tables while others may be about to
-    return _patiently(make)()  # type: ignore[no-any-return]
+    for attempt in range(_ATTEMPTS):
+        try:
+            storage: RDBStorage = _patiently(make)()
+            return storage
+        except (IntegrityError, OperationalError) as error:
+            # several processes were about to make the tables; one of them has
+            if attempt == _ATTEMPTS - 1 or not (isinstance(error, IntegrityError) or "already exists" in str(error)):
+                raise
+            time.sleep(0.2 * random.random())
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _proxy(url: str) -> GrpcStorageProxy:

@@ -61,11 +61,11 @@ class SweepStudy:
         self.config = config
         self.folder = config.out.resolve()
         self._make_folder()
-        self.storage: BaseStorage = open_storage(config.storage, self.folder, config.max_retry)
         self.worker = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self._lock = FileLock(self.folder / "sweep.lock", timeout=_LOCK_S)
         self._own = FileLock(self._lock_of(self.worker), timeout=_LOCK_S)
-        with quiet_optuna():
+        with quiet_optuna(), self._lock:
+            self.storage: BaseStorage = open_storage(config.storage, self.folder, config.max_retry)
             self.study = self._open(must_exist)
 
     def _make_folder(self) -> None:
