@@ -30,8 +30,7 @@ from autoprec.precision import AutoPrecision
 from autoprec.rule import RuleController
 from autoprec.strategy import AutoPrecisionStrategy
 from autoprec.table import TableConfig, TableSettings
-
-__version__ = "0.1.0"
+from autoprec.version import __version__
 
 _ROOMS = ("sweep",)  # need extras, so they are imported when they are asked for
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from autoprec.action import Action
 from autoprec.asking import Answer, Asking
@@ -26,10 +26,12 @@ from autoprec.controller import Controller, resolve_policy
 from autoprec.history import History
 from autoprec.installation import Installation
 from autoprec.knobs import KNOBS, steered_units
+from autoprec.listeners import check_record, listeners_for, write_history
 from autoprec.machine_load import MachineLoad
 from autoprec.map_file import save_map
 from autoprec.plan_facts import read_facts
 from autoprec.precision import AutoPrecision
+from autoprec.progress_feed import ProgressFeed
 from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.steering import Steering
 from autoprec.summary import mean_bits, metrics, no_decision, summarize
@@ -67,6 +69,8 @@ class AutoPrecisionCallback(Callback):
         history_file: Write every decision as JSON Lines when fit ends: ``True`` for ``autoprec.jsonl`` in the Trainer's
             log folder, or a path.
         verbose: Print a short table when fit ends.
+        record: Keep a record of the run while it trains: ``True`` for a folder ``autoprec`` in the Trainer's log
+            folder, or a path. ``autoprec report`` makes a page of it.
 
     Raises:
         ValueError: If an argument is out of range; the message says what is allowed.
@@ -89,6 +93,7 @@ class AutoPrecisionCallback(Callback):
         eval_precision: Literal["base", "current"] = "base",
         history_file: bool | str | Path = False,
         verbose: bool = True,
+        record: bool | str | Path = False,
     ) -> None:
         if isinstance(interval, bool) or not hasattr(interval, "__index__") or interval < 1:
             raise ValueError(f"Passed `AutoPrecisionCallback(interval={interval!r})`. `interval` must be an int >= 1.")
@@ -96,6 +101,7 @@ class AutoPrecisionCallback(Callback):
             raise TypeError(
                 f"Passed `AutoPrecisionCallback(history_file={history_file!r})`. It must be a bool or a path."
             )
+        check_record(record)
         # made here so that bad arguments raise at once; setup gives it the Trainer's plugin
         self.plugin = AutoPrecision(config=config, knobs=knobs, eval_precision=eval_precision)
         self._settings = self.plugin.settings
@@ -104,6 +110,7 @@ class AutoPrecisionCallback(Callback):
         self.interval = operator.index(interval)
         self.history_file = history_file
         self.verbose = verbose
+        self.record = record
         self._installation = Installation()
         self._asking = Asking(self.controller, self.plugin)
         self._reset()
@@ -120,6 +127,7 @@ class AutoPrecisionCallback(Callback):
         self._first_map: Action | None = None
         self._is_ready = False
         self._load: MachineLoad | None = None
+        self._feed = ProgressFeed()
         self._saved_controller: dict[str, Any] | None = None
         self._has_new_policy = False
 
@@ -260,6 +268,8 @@ class AutoPrecisionCallback(Callback):
             self._apply(Answer(self._first_map, reasons), f"first map of policy {self.controller.name!r}")
             self._first_map = None
             steering.requests.warn_of_unknown_names()
+        listeners = listeners_for(trainer, self.record)
+        self._feed.start(listeners, trainer, steering, self._settings, self.controller.name, self.interval)
 
     @property
     def _is_new(self) -> bool:
@@ -285,6 +295,7 @@ class AutoPrecisionCallback(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Gives the Trainer its own plugin back."""
+        self._feed.end(self._summary)
         self._asking.end()
         self._installation.remove(trainer)
 
@@ -292,6 +303,7 @@ class AutoPrecisionCallback(Callback):
         """Gives the Trainer its own plugin back; Lightning does not call ``teardown`` after an exception."""
         try:
             self._write_history(trainer)
+            self._feed.end(self._summary, exception)
         finally:
             self._asking.end()
             self._installation.remove(trainer)
@@ -340,6 +352,7 @@ class AutoPrecisionCallback(Callback):
             return
         if not self.plugin.has_begun_batch:  # the plugin does not see batches that `training_step` draws itself
             self.plugin.begin_batch()
+        self._feed.begin_window()
         steering.apply_pending()
         self._ask_for_epoch(trainer.current_epoch)  # Lightning leaves out the epoch's hook after some resumes
         if steering.window >= self._next_script:
@@ -362,6 +375,7 @@ class AutoPrecisionCallback(Callback):
 
     def _decide(self, trainer: pl.Trainer) -> None:
         steering, knobs = self._fit, self._fit.knobs
+        self._feed.begin_decision()
         steering.telemetry.flush()
         steering.coupling.follow_noise_scale(steering.telemetry.noise)
         steering.costs.clock.note_size(knobs.batch_size.size)
@@ -370,6 +384,7 @@ class AutoPrecisionCallback(Callback):
         record_unoffered(knobs, steering.telemetry, steering.costs, steering.window, unoffered)
         if not self._asking.is_indifferent:
             self._ask(trainer, unoffered)
+        self._feed.progress()
         steering.telemetry.start_window()
 
     def _ask(self, trainer: pl.Trainer, unoffered: Unoffered) -> None:
@@ -425,7 +440,7 @@ class AutoPrecisionCallback(Callback):
         self.plugin.end_training()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Prints the table and writes the history, if asked to."""
+        """Prints the table and writes the history and the record, if asked to."""
         self._write_history(trainer)
         steering = self._fit
         if steering.skipped_steps and not steering.applied_steps:
@@ -434,19 +449,16 @@ class AutoPrecisionCallback(Callback):
                 " are those that training started with."
             )
         if self.verbose and not trainer.barebones:
-            text = summarize(self._fit, self.controller.name, self._asking.notes())
-            rank_zero_info(text + no_decision(self._fit, self.interval) if self.controller.looks else text)
+            rank_zero_info(self._summary())
+        self._feed.end(self._summary)
 
-    @rank_zero_only
+    def _summary(self) -> str:
+        text = summarize(self._fit, self.controller.name, self._asking.notes())
+        return text + no_decision(self._fit, self.interval) if self.controller.looks else text
+
     def _write_history(self, trainer: pl.Trainer) -> None:
-        if self.history_file is False or self._installation.owner is not trainer:
-            return
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
-        path = folder / "autoprec.jsonl" if self.history_file is True else Path(self.history_file)
-        try:
-            self.history.to_jsonl(path)
-        except OSError as error:  # a full disk must not cost the run; the record is still in `callback.history`
-            rank_zero_warn(f"autoprec: the history could not be written to {str(path)!r}: {error}")
+        if self._installation.owner is trainer:
+            write_history(self.history, trainer, self.history_file)
 
     # ---- state ----
 

@@ -18,12 +18,9 @@ from autoprec.knobs import Knobs, steered_units
 from autoprec.machine_load import MachineLoad
 from autoprec.planning import UnitErrors
 from autoprec.readings import GlobalReading, UnitReading
+from autoprec.run_record import UNOFFERED
 from autoprec.telemetry import Telemetry, UnitTelemetry
 from autoprec.units import Unit
-
-UNOFFERED = "not offered to policies"
-"""How the reason of a format begins that policies may not choose."""
-
 
 Unoffered = Mapping[str, Mapping[str, str]]
 """Unit name to the formats that its policy may not choose although the user lets it, each with the reason."""

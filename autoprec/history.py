@@ -89,7 +89,13 @@ class Decision:
 
 
 class History(list[Decision]):
-    """Every decision of a run, oldest first."""
+    """Every decision of a run, oldest first.
+
+    Attributes:
+        restored: How many of them come from a checkpoint.
+    """
+
+    restored: int = 0
 
     def last(self, knob: Knob | None = None, unit: str | None = None) -> Decision | None:
         """Returns the newest decision, or ``None`` if there is none.
@@ -158,6 +164,7 @@ class History(list[Decision]):
             state: Decisions as dicts.
         """
         self[:] = [Decision.from_dict(data) for data in state]
+        self.restored = len(self)
 
 
 def _to_json(value: Value) -> Value:

@@ -11,12 +11,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from autoprec import __version__
 from autoprec.hardware.probing import processor_name
+from autoprec.version import __version__
 
 
 def circumstances(threads: int) -> dict[str, Any]:
-    """Returns where, when and with what the demo runs.
+    """Returns where, when and with what something runs.
 
     Args:
         threads: Threads for one operation.
@@ -29,6 +29,12 @@ def circumstances(threads: int) -> dict[str, Any]:
         "threads": threads,
         "machine": {"system": platform.platform(), "processor": processor_name(), "cores": os.cpu_count()},
     }
+
+
+def command_line() -> str:
+    """Returns what started this process, options of the interpreter included."""
+    program, *arguments = sys.orig_argv or sys.argv
+    return shlex.join([Path(program).name, *arguments])
 
 
 def _program() -> str:

@@ -178,6 +178,7 @@ def _job(settings: CompareSettings, store: Store, arm: Arm, seed: int, suffix: s
         seed=seed,
         folder=store.path("work", name, seed),
         outputs=store.path("outputs", name, seed, SUFFIX),
+        record=store.new_record(name, seed),
         threads=settings.threads,
         clock=settings.used_clock,
         interval=settings.interval,

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from autoprec import __version__
-from autoprec.collect import UNOFFERED
 from autoprec.compare.arms import Arm, check_runnable
 from autoprec.compare.child import final_state, peak_bytes
 from autoprec.compare.edits import edit_arguments
@@ -32,6 +31,7 @@ from autoprec.compare.recorder import OutputRecorder
 from autoprec.compare.targets import Target
 from autoprec.hardware.probing import processor_name
 from autoprec.machine import version
+from autoprec.run_record import UNOFFERED
 from autoprec.target_functions import TargetError
 
 _FINAL_EPOCH = 1 << 20  # the seed of the last validation, of no epoch of any run
@@ -47,6 +47,7 @@ class RunSpec:
         seed: The run's seed.
         folder: Where its checkpoints and logs go.
         outputs: File for the outputs of the trained model.
+        record: Where a run with autoprec keeps its record.
         threads: Threads for one operation.
         clock: What measures steps.
         interval: Steps between decisions of a callback that is added.
@@ -59,6 +60,7 @@ class RunSpec:
     seed: int
     folder: Path
     outputs: Path
+    record: Path
     threads: int
     clock: Clock
     interval: int | None = None
@@ -168,6 +170,9 @@ class Session:
             self._changes.append("taken out: the AutoPrecisionCallback of the module")
 
     def _on_start(self, gate: GateHooks, trainer: Any, module: Any) -> tuple[str, ...]:
+        steered = steered_callback(trainer)
+        if steered is not None:
+            steered.record = self._spec.record if self._compared is None else False
         if self._compared is None:
             self._compared, gate.connection = gate, self._connection
             gate.meter = EnergyMeter(module.device)

@@ -1,7 +1,8 @@
 """The folder of a comparison: finished runs as files, so that an interrupted comparison goes on where it was.
 
 ``settings.json`` holds what the runs depend on, ``runs/`` one file for each finished run, ``outputs/`` the outputs of
-the trained models, ``logs/`` what runs printed, ``work/`` checkpoints and logs of runs that are under way.
+the trained models, ``records/`` the record of each run with autoprec (``run_record``), ``logs/`` what runs printed,
+``work/`` checkpoints and logs of runs that are under way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from autoprec.compare.records import Run
 from autoprec.compare.session import digests
 from autoprec.json_files import read_json, write_json
 
-_PARTS = ("settings.json", "plan.json", "comparison.json", "comparison.png", "runs", "outputs", "logs", "work")
+_PARTS = (
+    "settings.json",
+    "plan.json",
+    "comparison.json",
+    "comparison.png",
+    "runs",
+    "outputs",
+    "records",
+    "logs",
+    "work",
+)
 
 
 class StoreError(RuntimeError):
@@ -80,12 +91,23 @@ class Store:
         """Returns the path of a file or folder of a run.
 
         Args:
-            part: ``outputs``, ``logs`` or ``work``.
+            part: ``outputs``, ``records``, ``logs`` or ``work``.
             arm: Name of the arm.
             seed: The seed.
             suffix: End of the name.
         """
         return self.folder.resolve() / part / f"{slug(arm, seed)}{suffix}"
+
+    def new_record(self, arm: str, seed: int) -> Path:
+        """Returns the path of the record of a run that is to begin, without one that an interrupted run has left.
+
+        Args:
+            arm: Name of the arm.
+            seed: The seed.
+        """
+        path = self.path("records", arm, seed)
+        shutil.rmtree(path, ignore_errors=True)
+        return path
 
     def clear_work(self, arm: str, seed: int) -> None:
         """Removes checkpoints and logs of a run.
@@ -105,7 +127,7 @@ class Store:
             return
         for part in ("settings.json", "plan.json"):
             (self.folder / part).unlink(missing_ok=True)
-        for part in ("runs", "outputs", "work"):
+        for part in ("runs", "outputs", "records", "work"):
             shutil.rmtree(self.folder / part, ignore_errors=True)
 
     @property
