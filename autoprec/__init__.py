@@ -3,8 +3,8 @@
 Public names live here; everything else may change. Start at ``AutoPrecisionCallback``.
 """
 
-import importlib
-from typing import Any
+import importlib as _importlib
+from types import ModuleType as _ModuleType
 
 from autoprec.action import Action
 from autoprec.callback import AutoPrecisionCallback
@@ -35,9 +35,9 @@ from autoprec.version import __version__
 _ROOMS = ("sweep",)  # need extras, so they are imported when they are asked for
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _ModuleType:
     if name in _ROOMS:
-        return importlib.import_module(f"autoprec.{name}")
+        return _importlib.import_module(f"autoprec.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

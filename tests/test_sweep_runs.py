@@ -23,6 +23,7 @@ from torch import nn
 from autoprec import cli
 from autoprec.compare.records import Run
 from autoprec.map_file import load_map
+from autoprec.run_record import read_record
 from autoprec.sweep import SweepInterruptedError, TrialRecord, run
 from autoprec.sweep.best_config import best_document, write_best
 from autoprec.sweep.config import checked_config
@@ -43,7 +44,7 @@ def _training(tmp_path: Path) -> None:
 
 def settings(tmp_path: Path, target: str = "build", **changes: Any) -> dict[str, Any]:
     return {
-        "target": f"training.py:{target}",
+        "target": target if target.endswith(".yaml") else f"training.py:{target}",
         "baselines": ["bf16-mixed"],
         "trials": 3,
         "out": str(tmp_path / "out"),
@@ -55,7 +56,7 @@ def test_a_sweep_from_end_to_end(tmp_path: Path) -> None:
     searched = {"interval": 3, "policy": "fixed:bf16", "config.clip.multiplier": {"low": 1.0, "high": 2.0}}
     objectives = ["val_accuracy", "step_time_ratio"]
     result = run(settings(tmp_path, callback=searched, objectives=objectives, seeds=2), launcher="inline")
-    assert result.counts == {"complete": 3}
+    assert result.counts == {"complete": 3}, result.message
     static, first, _ = result.trials
     assert (static.arm, static.values[1]) == ("bf16-mixed", 1.0)
     assert first.params == {CLIP: 1.5}
@@ -68,6 +69,7 @@ def test_a_sweep_from_end_to_end(tmp_path: Path) -> None:
     assert first.figures["val_loss"] == pytest.approx(
         sum(one.evaluations[-1].metrics["val_loss"] for one in runs) / 2, rel=1e-6
     )
+    assert read_record(folder / "record" / "seed-1").formats
     assert not (folder / "work").exists()
     assert not list((tmp_path / "out" / "workers").glob("*.lock"))
     assert run(tmp_path / "out" / "sweep.yaml", launcher="inline", resume=True).trials == result.trials
@@ -156,7 +158,7 @@ def test_a_static_winner_has_no_callback_left(tmp_path: Path) -> None:
         tmp_path, best, target="config.yaml", arguments={"model.init_args.width": {"choices": [16, 32]}}
     )
     assert result.best is not None
-    document, notes = best_document(config.model_copy(update={"target": "config.yaml"}), result.best)
+    document, notes = best_document(config, result.best)
     assert document == {
         "model": {"class_path": "training.Net", "init_args": {"width": 32}},
         "trainer": {"max_epochs": 1, "callbacks": [{"class_path": "LearningRateMonitor"}], "precision": "bf16-mixed"},
@@ -243,7 +245,7 @@ def start(*words: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_a_config_of_lightning_cli_from_end_to_end(tmp_path: Path) -> None:
-    sweep = {**settings(tmp_path), "target": "config.yaml", "workers": 2, "callback": {"interval": 3}}
+    sweep = settings(tmp_path, "config.yaml", workers=2, callback={"interval": 3})
     (tmp_path / "sweep.yaml").write_text(
         yaml.safe_dump({**sweep, "arguments": {"model.init_args.width": {"choices": [8, 16]}}})
     )

@@ -172,7 +172,7 @@ class Session:
     def _on_start(self, gate: GateHooks, trainer: Any, module: Any) -> tuple[str, ...]:
         steered = steered_callback(trainer)
         if steered is not None:
-            steered.record = self._spec.record if self._compared is None else False
+            steered.record = self.spec.record if self._compared is None else False
         if self._compared is None:
             self._compared, gate.connection = gate, self._connection
             gate.meter = EnergyMeter(module.device)

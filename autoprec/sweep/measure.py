@@ -25,7 +25,7 @@ from autoprec.json_files import write_json
 from autoprec.sweep.config import PEAK, SECONDS, STEP_MS, STEP_TIME_RATIO
 from autoprec.target_functions import TargetError
 
-MAP_FILE, LOG_FILE = "map.yaml", "log.txt"
+MAP_FILE, LOG_FILE, RECORD = "map.yaml", "log.txt", "record"
 SKIPPED = "skipped_steps"
 _DIVERGED = ("NonFiniteTrainingError", "DivergedTrainingError")
 _GIVEN_UP = 50
@@ -258,6 +258,7 @@ def _job(spec: TrialSpec, arm: Arm, seed: int, log: str) -> Job:
         seed=seed,
         folder=work,
         outputs=work / "outputs.safetensors",
+        record=(spec.folder if is_own else work) / RECORD / f"seed-{seed}",
         threads=spec.threads,
         clock=spec.clock,
         every=spec.every,

@@ -12,7 +12,7 @@ from autoprec.formats import nearest
 
 RECIPE = "recipe"
 """Name of the recipe that ``config`` begins with."""
-OURS = ("history_file", "verbose")
+OURS = ("history_file", "record", "verbose")
 """What a sweep sets itself."""
 
 

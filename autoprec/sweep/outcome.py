@@ -66,7 +66,7 @@ def complete(config: SweepConfig, measured: Measured) -> Outcome:
     constraints: dict[str, float] = {}
     for each in config.constraints:
         constraints[each.name] = max(each.excess(measured.figures[each.name]), constraints.get(each.name, -math.inf))
-    attributes = {"by_seed": measured.by_seed, "formats": measured.formats, "versions": measured.environment}
+    attributes = {"by_seed": measured.by_seed, "formats": measured.formats, "environment": measured.environment}
     values = tuple(measured.figures[objective.name] for objective in config.objectives)
     return Outcome("complete", values, constraints, None, measured.figures, attributes)
 
