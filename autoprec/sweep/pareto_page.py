@@ -5,15 +5,18 @@ from __future__ import annotations
 import html
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from optuna import Study
+from optuna.trial import FrozenTrial
 
 from autoprec.json_files import write_whole
 from autoprec.sweep.results import SweepResult, TrialRecord
 from autoprec.sweep.storage import quiet_optuna
 
+_PLACES = ("top center", "bottom center", "middle left", "middle right")
 _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --text: #1c2024; --line: #d9dde2; }
 @media (prefers-color-scheme: dark) { :root { --back: #16191d; --text: #e6e8eb; --line: #3a4048; } }
@@ -23,7 +26,8 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .8rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:nth-child(-n+2), td:nth-child(-n+2), td:last-child, th:last-child { text-align: left; }
-.chart { background: #ffffff; border: 1px solid var(--line); border-radius: 6px; margin: 1rem 0; overflow: hidden; }
+.chart { background: #ffffff; border: 1px solid var(--line); border-radius: 6px; margin: 1rem 0; overflow-x: auto; }
+.chart > div { min-width: 36rem; }
 pre { white-space: pre-wrap; }
 """
 
@@ -82,20 +86,23 @@ def _figures(study: Study, result: SweepResult) -> Iterator[Any]:
             yield _with_baselines(visualization.plot_pareto_front(study, target_names=names), usable, len(names))
         elif len(names) == 1:
             yield _laid_out(visualization.plot_optimization_history(study, target_name=names[0]))
-        for index, name in enumerate(names):
+        for index, one in enumerate(result.objectives):
+            # importances of several objectives are those for low values
+            signs = {visualization.plot_param_importances: -1.0 if one.aim == "maximize" else 1.0}
             for plot in (visualization.plot_param_importances, visualization.plot_slice):
-                figure = _tried(plot, study, name, index if len(names) > 1 else None)
+                target = partial(_signed_value, index, signs.get(plot, 1.0)) if len(names) > 1 else None
+                figure = _tried(plot, study, one.name, target)
                 if figure is not None:
-                    yield _laid_out(figure, f"{figure.layout.title.text}: {name}")
+                    yield _laid_out(figure, f"{figure.layout.title.text}: {one.name}")
 
 
-def _tried(plot: Callable[..., Any], study: Study, name: str, index: int | None) -> Any | None:
+def _signed_value(index: int, sign: float, trial: FrozenTrial) -> float:
+    return sign * float(trial.values[index])
+
+
+def _tried(plot: Callable[..., Any], study: Study, name: str, target: Callable[[FrozenTrial], float] | None) -> Any:
     """A figure, ``None`` where there are too few trials or parameters for it."""
-
-    def target(trial: Any) -> float:
-        return float(trial.values[index or 0])
-
-    options = {} if index is None else {"target": target}
+    options = {} if target is None else {"target": target}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PED-ANOVA says that it looks at low values
@@ -113,8 +120,10 @@ def _with_baselines(figure: Any, trials: list[TrialRecord], dimensions: int) -> 
         kind = graph.Scatter if dimensions == 2 else graph.Scatter3d
         marker = {"symbol": "diamond-open", "size": 12 if dimensions == 2 else 6, "color": "#c2410c"}
         labels = [trial.baseline for trial in known]
-        options = {"mode": "markers+text", "text": labels, "textposition": "top center", "name": "tried first"}
+        places = [_PLACES[index % len(_PLACES)] for index in range(len(known))]  # they are often close together
+        options = {"mode": "markers+text", "text": labels, "textposition": places, "name": "tried first"}
         figure.add_trace(kind(**axes, marker=marker, **options))
+    figure.update_traces(marker_showscale=False)
     return _laid_out(figure)
 
 
