@@ -5,6 +5,7 @@ Time budget: 10 s.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ minutes: null
         ("map: {'*': {choices: [fp32, bf17]}}", "map.*", "['bf17']"),
         ("maps: {a: {'*': bf17}}", "maps", "the format 'bf17'"),
         ("reward: {speed: 1.0}", "", "Weights are"),
+        ("reward: {time: {low: -1.0, high: 1.0}}", "reward.time", "not negative"),
         ("map: {'*': bf16}\ncallback: {policy: rule}", "", "Keep one of them"),
         ("baselines: [bf16]", "baselines", "Static precisions are"),
         ("reference: fp8", "reference", "Static precisions are"),
@@ -260,3 +262,42 @@ def test_identity_leaves_out_what_may_change(tmp_path: Path) -> None:
     other = read(tmp_path, "trials: 50\nout: elsewhere\nseed: 4")
     assert one.identity() == other.identity()
     assert one.identity() != read(tmp_path, "seeds: 2").identity()
+
+
+CHECKOUT = Path(__file__).parents[1]
+
+
+def test_the_example_is_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CHECKOUT)
+    config = load_config("examples/sweep.yaml")
+    assert set(config.space()) == {"arguments.learning_rate", "callback.policy", "callback.config.clip.multiplier"}
+
+
+def test_the_example_of_the_docs_is_a_sweep() -> None:
+    page = (CHECKOUT / "docs" / "sweep.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    config = checked_config({**load_yaml(block), "target": "training.py:build"})
+    assert len(config.space()) == 3
+    described = set(re.findall(r"`(\w+)`", page))
+    assert set(SweepConfig.model_fields) <= described
+
+
+@pytest.mark.slow
+def test_a_policy_is_trained_for_reward_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")  # gymnasium sets it
+    pytest.importorskip("stable_baselines3")
+    text = """
+policy_training: {decisions: 6000, tasks: 48, validation: 16}
+reward: {time: {low: 0.5, high: 2.0}, accuracy: 1.0}
+"""
+    config = read(tmp_path, text, out=str(tmp_path / "out"))
+    assert set(config.space()) == {"reward.time"}
+    plan = make_plan(config, "autoprec", {"reward.time": 1.5})
+    assert plan.reward == {"time": 1.5, "accuracy": 1.0}
+    arm = trial_arm(config, plan, tmp_path)
+    assert arm.options is not None
+    folder = Path(arm.options["policy"])
+    trained = (folder / "policy.safetensors").stat().st_mtime_ns
+    assert trial_arm(config, plan, tmp_path).options == arm.options
+    assert (folder / "policy.safetensors").stat().st_mtime_ns == trained
+    assert AutoPrecisionCallback(**arm.options).interval == 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -341,7 +342,13 @@ def checked_config(document: Mapping[str, Any], source: str = "The sweep", folde
         config.load_target()
     except TargetError as error:
         raise SweepError(f"{source}, `target`: {error}") from error
-    faults = [*_arm_faults(config), *_callback_faults(config), *_map_faults(config), *_grid_faults(config)]
+    faults = [
+        *_arm_faults(config),
+        *_callback_faults(config),
+        *_map_faults(config),
+        *_reward_faults(config),
+        *_grid_faults(config),
+    ]
     if faults:
         raise SweepError(f"{source} is not a sweep.\n" + "\n".join(f"  `{key}`: {text}" for key, text in faults))
     return config
@@ -407,6 +414,24 @@ def _map_faults(config: SweepConfig) -> list[tuple[str, str]]:
         for name, each in values.items()
         if (bad := [value for value in each if value not in FORMATS])
     ]
+
+
+def _reward_faults(config: SweepConfig) -> list[tuple[str, str]]:
+    if not config.reward:
+        return []
+    if importlib.util.find_spec("stable_baselines3") is None:
+        return [("reward", "policies are trained with the extra `rl`: run `pip install '.[rl]'` in a checkout.")]
+    from autoprec.envs.reward import RewardWeights
+
+    faults = []
+    for name, value in config.reward.items():
+        for each in value.extremes() if isinstance(value, Dimension) else (value,):
+            try:
+                RewardWeights(**{name: each})
+            except (ValueError, TypeError) as error:
+                faults.append((f"reward.{name}", str(error)))
+                break
+    return faults
 
 
 def _grid_faults(config: SweepConfig) -> list[tuple[str, str]]:
