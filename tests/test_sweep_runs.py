@@ -296,6 +296,7 @@ def test_kills_lose_no_trial(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_on_ray(tmp_path: Path) -> None:
+def test_a_sweep_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # ray sets it when it is imported
     pytest.importorskip("ray")
     assert run(settings(tmp_path, workers=2), launcher="ray").counts == {"complete": 3}

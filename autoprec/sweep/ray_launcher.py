@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from autoprec.sweep.config import SweepConfig
@@ -48,7 +50,7 @@ class RayTasks:
             self._has_begun = True
         work = ray.remote(num_cpus=self._sweep.config.threads, max_retries=self._sweep.config.max_retry)(_work)
         document = self._sweep.config.model_dump(mode="json", exclude_defaults=True)
-        self._tasks = [work.remote(document, self._deadline) for _ in range(self._count)]
+        self._tasks = [work.remote(document, self._deadline, str(Path.cwd())) for _ in range(self._count)]
         while self._tasks:
             done, self._tasks = ray.wait(self._tasks, timeout=_WAIT_S)
             for task in done:
@@ -79,8 +81,9 @@ class RayTasks:
             self._has_begun = False
 
 
-def _work(document: dict[str, Any], deadline: float) -> str | None:
+def _work(document: dict[str, Any], deadline: float, here: str) -> str | None:
     """Works in a task; returns why the target cannot be trained, ``None`` where it can."""
+    os.chdir(here)  # files of the target may be named from there
     from autoprec.sweep.worker import SweepWorker
     from autoprec.target_functions import TargetError
 
