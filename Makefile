@@ -10,7 +10,7 @@ SOURCES := pyproject.toml requirements/dev.txt $(wildcard */*.py autoprec/*/*.py
 
 .PHONY: demo test slow lint types imports docs check gates train-policy-quick evaluate-policy bench bench-quick \
 	calibrate-check convergence divergence transfer sanitize triton-aot zoo range-lowest range-newest range chaos compare-demo \
-	report-check check-all clean
+	report-check sweep-check check-all clean
 
 demo: $(READY)
 	$(BIN)/autoprec demo
@@ -103,6 +103,10 @@ SCHEDULES ?= 100
 SEED ?= 0
 chaos: $(READY)
 	$(BIN)/python scripts/chaos.py --schedules $(SCHEDULES) --seed $(SEED)
+
+# 20 trials in two processes; a worker is killed in mid-trial, then the parent, and the sweep goes on, 5 minutes
+sweep-check: $(READY)
+	$(BIN)/python scripts/sweep_check.py
 
 # each part leaves a stamp: after an interruption, or a failure that is mended, only what is missing runs
 check-all: $(addprefix $(STAMPS)/,check slow sanitize range-lowest range-newest zoo chaos demo)

@@ -3,6 +3,9 @@
 Public names live here; everything else may change. Start at ``AutoPrecisionCallback``.
 """
 
+import importlib as _importlib
+from types import ModuleType as _ModuleType
+
 from autoprec.action import Action
 from autoprec.applied import AppliedMap
 from autoprec.callback import AutoPrecisionCallback
@@ -31,6 +34,15 @@ from autoprec.rule import RuleController
 from autoprec.strategy import AutoPrecisionStrategy
 from autoprec.table import TableConfig, TableSettings
 from autoprec.version import __version__
+
+_ROOMS = ("sweep",)  # need extras, so they are imported when they are asked for
+
+
+def __getattr__(name: str) -> _ModuleType:
+    if name in _ROOMS:
+        return _importlib.import_module(f"autoprec.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "FORMATS",

@@ -117,6 +117,7 @@ def build_app() -> typer.Typer:
         hardware,
         monitoring,
         report,
+        sweep,
         train_policy,
     )
 
@@ -142,6 +143,7 @@ def build_app() -> typer.Typer:
     compare.add_to(app)
     report.add_to(app)
     apply.add_to(app)
+    sweep.add_to(app)
     monitoring.add_to(app)
     train_policy.add_to(app)
     evaluate_policy.add_to(app)

@@ -31,6 +31,7 @@ from autoprec.commands import (
     hardware,
     monitoring,
     report,
+    sweep,
     train_policy,
 )
 from autoprec.commands.time_left import TimeLeft
@@ -264,6 +265,7 @@ def descendants(process: int) -> list[int]:
         hardware._HELP,
         monitoring._WRITE_HELP,
         report._HELP,
+        sweep._HELP,
         train_policy._HELP,
     ],
     ids=[
@@ -276,6 +278,7 @@ def descendants(process: int) -> list[int]:
         "hardware",
         "monitoring",
         "report",
+        "sweep",
         "train-policy",
     ],
 )

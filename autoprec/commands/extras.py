@@ -12,7 +12,7 @@ EXTRAS = {
     "ray": ("ray",),
     "report": ("jinja2", "plotly"),
     "rl": ("gymnasium", "stable_baselines3", "sb3_contrib"),
-    "sweep": ("optuna",),
+    "sweep": ("optuna", "optuna_dashboard", "sqlalchemy", "filelock", "plotly"),
     "wandb": ("wandb", "wandb_workspaces"),
 }
 """Modules that autoprec imports, by the extra that they come with."""

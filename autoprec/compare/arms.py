@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,14 @@ class Arm:
         matmul: What ``torch.set_float32_matmul_precision`` is called with, ``None`` leaves it as the target has it.
         policy: ``policy`` of the callback, or ``module:function`` that returns a controller or a callback; ``None`` for
             the default one. Only of steered arms.
+        options: All arguments of the callback, in place of ``policy``; ``None`` for those that ``policy`` leaves open.
     """
 
     name: str
     precision: str
     matmul: str | None = None
     policy: str | None = None
+    options: Mapping[str, Any] | None = field(default=None, hash=False)
 
     @property
     def is_steered(self) -> bool:
@@ -125,6 +127,8 @@ def make_callback(arm: Arm, interval: int | None) -> Any:
     """
     from autoprec import AutoPrecisionCallback, Controller
 
+    if arm.options is not None:
+        return AutoPrecisionCallback(**arm.options)
     options: dict[str, Any] = {} if interval is None else {"interval": interval}
     if arm.policy is None:
         return AutoPrecisionCallback(**options)

@@ -77,7 +77,7 @@ def edit_arguments(
     edit = Edit(dict(arguments), package)
     callbacks = _listed(edit.arguments.get("callbacks"))
     own = [callback for callback in callbacks if hasattr(callback, "precision_map")]
-    uses_own = bool(own) and arm.is_steered and arm.policy is None
+    uses_own = bool(own) and arm.is_steered and arm.policy is None and arm.options is None
     if uses_own:
         edit.changes.append("kept: the AutoPrecisionCallback and the precision of the target")
     else:

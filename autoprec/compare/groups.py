@@ -42,8 +42,22 @@ class Watcher(Protocol):
 
 
 @dataclass
-class _Progress:
-    """What one run has given so far."""
+class RunUnderWay:
+    """What one run has given so far.
+
+    Args:
+        arm: How it trains.
+        seed: Its seed.
+        name: Name of the arm in results.
+        ready: What it said before its first step.
+        step_s: Seconds of each step.
+        losses: Training loss of each step.
+        changes: Steps before which formats changed.
+        evaluations: What its validations gave.
+        formats: Format of each unit.
+        error: Why it ended early.
+        done: What it ended with.
+    """
 
     arm: Arm
     seed: int
@@ -59,6 +73,7 @@ class _Progress:
     done: Done | None = None
 
     def add(self, turn: Turn) -> None:
+        """Adds the steps of a turn."""
         self.step_s += turn.step_s
         self.losses += turn.losses
         self.evaluations = turn.evaluations or self.evaluations
@@ -69,10 +84,12 @@ class _Progress:
             self.changes += [step] if step else []
 
     def fail(self, error: RunError) -> None:
+        """Keeps why the run failed."""
         reason = next(iter(error.reason.strip().splitlines()), "no message")
         self.error = f"failed after step {len(self.step_s)}: {reason}" if self.step_s else f"{NOT_RUNNABLE}{reason}"
 
     def stored(self) -> Stored:
+        """Returns the record of the run."""
         done = self.done or Done(None)
         extra = dict(done.extra)
         evaluations = [Evaluation(**entry) for entry in extra.pop("evaluations", [])] or self.evaluations
@@ -129,7 +146,7 @@ def run_group(
     """
     jobs = [_job(settings, store, arm, seed, suffix) for arm in arms]
     with open_workers(jobs) as workers:
-        runs = {worker: _Progress(arm, seed, arm.name + suffix) for worker, arm in zip(workers, arms, strict=True)}
+        runs = {worker: RunUnderWay(arm, seed, arm.name + suffix) for worker, arm in zip(workers, arms, strict=True)}
         for worker, run in runs.items():
             try:
                 run.ready = worker.receive(Ready)
@@ -181,7 +198,7 @@ def _job(settings: CompareSettings, store: Store, arm: Arm, seed: int, suffix: s
     return Job(f"{name}/seed {seed}", partial(train, spec), log, settings.threads, environment)
 
 
-def _fail(run: _Progress, error: RunError) -> None:
+def _fail(run: RunUnderWay, error: RunError) -> None:
     if error.is_target:
         raise TargetError(error.reason) from error
     run.fail(error)

@@ -78,7 +78,16 @@ def train(spec: RunSpec, connection: Connection) -> Done:
     Raises:
         TargetError: If the target does not train.
     """
-    session = Session(spec, connection)
+    return train_session(Session(spec, connection))
+
+
+def train_session(session: Session) -> Done:
+    """Trains the run of a session to its end; see :func:`train`.
+
+    Args:
+        session: What decides on the Trainers of the target.
+    """
+    spec = session.spec
     # what a target starts by itself stays on this machine
     os.environ.setdefault("WANDB_MODE", "disabled")
     spec.folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +112,7 @@ class Session:
     def __init__(self, spec: RunSpec, connection: Connection) -> None:
         self.notes: list[str] = []
         self.done: Done | None = None
-        self._spec = spec
+        self.spec = spec
         self._connection = connection
         self._changes: list[str] = []
         self._trainers = 0
@@ -117,7 +126,7 @@ class Session:
 
     def on_trainer(self, package: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments with which a Trainer of the target trains as the arm does."""
-        spec = self._spec
+        spec = self.spec
         if not self._trainers:
             self._memory.__enter__()
         base = importlib.import_module(package).Callback
@@ -154,7 +163,7 @@ class Session:
     # ---- hooks of the gate ----
 
     def _on_setup(self, trainer: Any) -> None:
-        if self._spec.arm.is_steered:
+        if self.spec.arm.is_steered:
             return
         for callback in [callback for callback in trainer.callbacks if hasattr(callback, "precision_map")]:
             trainer.callbacks.remove(callback)  # given by `configure_callbacks` of the module
@@ -162,21 +171,21 @@ class Session:
 
     def _on_start(self, gate: GateHooks, trainer: Any, module: Any) -> tuple[str, ...]:
         steered = steered_callback(trainer)
-        if steered is not None and self._spec.record is not None:
-            steered.record = self._spec.record if self._compared is None else False
+        if steered is not None and self.spec.record is not None:
+            steered.record = self.spec.record if self._compared is None else False
         if self._compared is None:
             self._compared, gate.connection = gate, self._connection
             gate.meter = EnergyMeter(module.device)
-            gate.counts_flops = gate.meter.source is not None and not self._spec.arm.is_steered
+            gate.counts_flops = gate.meter.source is not None and not self.spec.arm.is_steered
         elif gate.connection is None:
-            gate.free_steps = self._spec.steps
-        check_runnable(self._spec.arm, module.device)
+            gate.free_steps = self.spec.steps
+        check_runnable(self.spec.arm, module.device)
         self._fix_matmul()
-        torch.set_num_threads(self._spec.threads)
+        torch.set_num_threads(self.spec.threads)
         return tuple(self._changes)
 
     def _fix_matmul(self) -> None:
-        wanted, found = self._spec.arm.matmul, torch.get_float32_matmul_precision()
+        wanted, found = self.spec.arm.matmul, torch.get_float32_matmul_precision()
         if wanted is not None and wanted != found:
             torch.set_float32_matmul_precision(wanted)
             self._changes.append(f"float32 matmul precision {found!r} -> {wanted!r}")
@@ -199,7 +208,7 @@ class Session:
             reseed(_FINAL_EPOCH)
             with recorder.listening(trainer.lightning_module):
                 trainer.validate(module, **validation_data(arguments), verbose=False)
-            recorder.save(self._spec.outputs)
+            recorder.save(self.spec.outputs)
         else:
             self.notes.append("no validation: the metric is the training loss, and outputs are not compared")
         self.done = done
@@ -216,7 +225,7 @@ class Session:
         Raises:
             TargetError: If the target trained nothing.
         """
-        gate, spec = self._compared, self._spec
+        gate, spec = self._compared, self.spec
         if self.done is None or gate is None:
             what = "makes no Trainer" if not self._trainers else "has no `Trainer.fit` that takes a step"
             raise TargetError(
