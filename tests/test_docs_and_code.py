@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 
 import autoprec
-from autoprec import hardware, ops
+from autoprec import hardware, ops, report, sweep
 from autoprec.formats import BF16, E4M3, E5M2, FP16, FP32, INT8, TF32
 from tests.doc_pages import PAGES, ROOT, blocks, read
 
@@ -27,7 +27,7 @@ DOCUMENTED = [name for page in API for name in re.findall(r"^::: (\S+)$", read(p
 # names
 
 
-@pytest.mark.parametrize("module", [autoprec, ops, hardware], ids=lambda module: str(module.__name__))
+@pytest.mark.parametrize("module", [autoprec, ops, hardware, report, sweep], ids=lambda module: str(module.__name__))
 def test_every_public_name_is_in_the_reference(module: object) -> None:
     prefix = module.__name__  # type: ignore[attr-defined]
     names = {f"{prefix}.{name}" for name in module.__all__ if not name.startswith("__")}  # type: ignore[attr-defined]
