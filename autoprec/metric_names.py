@@ -63,7 +63,9 @@ AT_DECISIONS: Final = {
     BATCH_SIZE: "batch size of the loader; not logged while it is not known",
     MEMORY_BYTES: "memory that the run holds: of torch's allocator on a GPU, else of the process",
     UTILISATION: "share of the time that the device was busy, 0 to 1; not logged where it is not known",
-    f"{PARAMETER_SHARE}<format>": "share of parameters of steered units in this format; not logged where there are none",
+    f"{PARAMETER_SHARE}<format>": (
+        "share of the parameters of steered units in this format; not logged where there are none"
+    ),
     f"{UNIT_SHARE}<format>": "share of the steered units in this format; not logged where there are none",
 }
 """Metrics that are logged when training begins (shares only) and at each decision, every ``interval`` applied steps."""
