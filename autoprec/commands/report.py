@@ -52,7 +52,7 @@ def add_to(app: typer.Typer) -> None:
     """
     import typer
 
-    folders_argument = typer.Argument(None, metavar="[FOLDER]...", help="What is reported, see above.")
+    folders_argument = typer.Argument(None, metavar="FOLDER", help="What is reported, see above.")
     out_option = typer.Option(Path("report.html"), dir_okay=False, help="File to write.")
     price_option = typer.Option(None, help="Price of an hour of the machine.")
     energy_option = typer.Option(None, help="Price of a kilowatt-hour, where it is not part of the other price.")
