@@ -426,8 +426,9 @@ def _reward_faults(config: SweepConfig) -> list[tuple[str, str]]:
     faults = []
     for name, value in config.reward.items():
         for each in value.extremes() if isinstance(value, Dimension) else (value,):
+            weight: dict[str, Any] = {name: each}
             try:
-                RewardWeights(**{name: each})
+                RewardWeights(**weight)
             except (ValueError, TypeError) as error:
                 faults.append((f"reward.{name}", str(error)))
                 break

@@ -88,9 +88,9 @@ def _figures(study: Study, result: SweepResult) -> Iterator[Any]:
             yield _laid_out(visualization.plot_optimization_history(study, target_name=names[0]))
         for index, one in enumerate(result.objectives):
             # importances of several objectives are those for low values
-            signs = {visualization.plot_param_importances: -1.0 if one.aim == "maximize" else 1.0}
-            for plot in (visualization.plot_param_importances, visualization.plot_slice):
-                target = partial(_signed_value, index, signs.get(plot, 1.0)) if len(names) > 1 else None
+            importances, slices = visualization.plot_param_importances, visualization.plot_slice
+            for plot, sign in ((importances, -1.0 if one.aim == "maximize" else 1.0), (slices, 1.0)):
+                target = partial(_signed_value, index, sign) if len(names) > 1 else None
                 figure = _tried(plot, study, one.name, target)
                 if figure is not None:
                     yield _laid_out(figure, f"{figure.layout.title.text}: {one.name}")
