@@ -25,7 +25,8 @@ CLIP = "config.clip.multiplier"
 
 
 @pytest.fixture(autouse=True)
-def _training(tmp_path: Path) -> None:
+def _training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")  # gymnasium sets it when reward weights are read
     write_training(tmp_path)
 
 
@@ -283,8 +284,7 @@ def test_the_example_of_the_docs_is_a_sweep() -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_is_trained_for_reward_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")  # gymnasium sets it
+def test_a_policy_is_trained_for_reward_weights_once(tmp_path: Path) -> None:
     pytest.importorskip("stable_baselines3")
     text = """
 policy_training: {decisions: 6000, tasks: 48, validation: 16}

@@ -5,6 +5,7 @@ Time budget: 25 s; what starts workers, is stopped or killed is `slow` (400 s).
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -238,7 +239,8 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest
 
 
 def start(*words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "COLUMNS": "80"}
+    path = os.pathsep.join([str(CHECKOUT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environment = {**os.environ, "PYTHONPATH": path.strip(os.pathsep), "COLUMNS": "80"}
     command = [sys.executable, "-m", "autoprec", "sweep", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -296,7 +298,9 @@ def test_kills_lose_no_trial(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # ray sets it when it is imported
-    pytest.importorskip("ray")
-    assert run(settings(tmp_path, workers=2), launcher="ray").counts == {"complete": 3}
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray")
+def test_a_sweep_on_ray(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(settings(tmp_path, workers=2)))
+    out, err = (process := start("sweep.yaml", "--launcher", "ray", "--json")).communicate()
+    assert process.returncode == 0, err
+    assert json.loads(out)["counts"] == {"complete": 3}
