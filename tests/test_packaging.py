@@ -79,7 +79,7 @@ def contents(wheel: Path) -> set[str]:
 
 
 def is_code(path: Path) -> bool:
-    return path.suffix in (".py", ".c", ".h", ".toml", ".yaml")
+    return path.suffix in (".py", ".c", ".h", ".toml", ".yaml") or path.parent.name == "templates"
 
 
 def kernels(files: set[str]) -> set[str]:
@@ -90,7 +90,7 @@ def kernels(files: set[str]) -> set[str]:
 def sources() -> set[str]:
     """Every file of code and of data in the checkout, under its name in the wheel."""
     files = [
-        path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.[pchty]*") if is_code(path)
+        path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.[pchtyj]*") if is_code(path)
     ]
     files += [path.relative_to(ROOT) for data in DATA for path in (ROOT / "autoprec" / data).iterdir()]
     return {str(path) if path.parts[0] == "autoprec" else f"autoprec/{path}" for path in files} | shipped()
