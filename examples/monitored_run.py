@@ -6,7 +6,7 @@
 Meanwhile, in another terminal, with or without Prometheus:
 
     curl -s localhost:9753/metrics | grep -v '^#'
-    autoprec monitoring write watch && prometheus --config.file=watch/prometheus.yml
+    autoprec monitoring watch && prometheus --config.file=watch/prometheus.yml
 
 After some epochs it reads its own metrics once, as a scraper would, and prints a few of them.
 """

@@ -1,4 +1,4 @@
-"""Writes the files that `autoprec monitoring write` hands out: Grafana's dashboard, alert rules, Prometheus' settings.
+"""Writes the files that `autoprec monitoring` hands out: Grafana's dashboard, alert rules, Prometheus' settings.
 
     python scripts/make_dashboard.py            # writes autoprec/monitoring/data
     python scripts/make_dashboard.py --check    # says whether the files there are what it would write

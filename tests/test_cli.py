@@ -263,7 +263,7 @@ def descendants(process: int) -> list[int]:
         doctor._HELP,
         evaluate_policy._HELP,
         hardware._HELP,
-        monitoring._WRITE_HELP,
+        monitoring._HELP,
         report._HELP,
         sweep._HELP,
         train_policy._HELP,

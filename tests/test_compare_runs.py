@@ -138,6 +138,7 @@ def test_steps_are_windows(shell: Shell) -> None:
     assert all(0.1 < loss < 5 for loss in losses_of(document["runs"][0]))  # not divided by 3
 
 
+@pytest.mark.slow
 def test_without_validation_the_training_loss_is_compared(shell: Shell) -> None:
     document = shell("training.py:no_validation")
     assert document["verdict"]["metric"] == "train_loss"
@@ -147,6 +148,7 @@ def test_without_validation_the_training_loss_is_compared(shell: Shell) -> None:
     assert run["fidelity"] is None
 
 
+@pytest.mark.slow
 def test_dropout_does_not_change_the_order_of_samples(shell: Shell) -> None:
     shell("training.py:build", "-- dropout=0.5")
     digests = [json.loads(path.read_text())["extra"]["batches"] for path in Path("out/runs").iterdir()]
@@ -159,6 +161,7 @@ def test_dropout_does_not_change_the_order_of_samples(shell: Shell) -> None:
 # what fails
 
 
+@pytest.mark.slow
 def test_an_arm_that_lightning_refuses_is_a_result(shell: Shell) -> None:
     document = shell("training.py:clash")
     assert shell.code == 0
@@ -176,6 +179,7 @@ def test_an_arm_that_crashes_is_a_result(shell: Shell) -> None:
     assert "ZeroDivisionError" in Path("out/logs/bf16-mixed-seed0.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ["EOFError", "ConnectionResetError"])
 def test_what_fails_after_the_first_fit_costs_no_result(shell: Shell, error: str) -> None:
     """These errors may come from the user's files and loaders as well as from the pipe to this process."""
@@ -251,6 +255,7 @@ def test_other_batches_are_noticed(shell: Shell) -> None:
     assert any("read different batches from batch" in note for note in document["notes"])
 
 
+@pytest.mark.slow
 def test_equal_seeds_are_noticed(shell: Shell) -> None:
     document = shell("training.py:own_seed", arms="32-true", seeds=2)
     assert any("seeds 0, 1 gave the same losses" in note for note in document["notes"])
@@ -312,6 +317,7 @@ def test_another_target_is_refused(shell: Shell) -> None:
     assert shell(*words, "--fresh", arms="32-true")["runs"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refused", ["training.py:missing", "no_trainer.py", "training.py:clash"])
 def test_a_folder_without_a_run_is_free(shell: Shell, refused: str) -> None:
     Path("no_trainer.py").write_text("print('forgot the Trainer')\n")
@@ -321,6 +327,7 @@ def test_a_folder_without_a_run_is_free(shell: Shell, refused: str) -> None:
     assert shell("training.py:build", "--steps", "4", arms="32-true")["runs"], shell.err
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_made_again(shell: Shell) -> None:
     shell("training.py:build", "--steps", "4", arms="32-true")
     Path("out/runs/32-true-seed0.json").write_text("{")
@@ -329,6 +336,7 @@ def test_a_damaged_file_is_made_again(shell: Shell) -> None:
     assert len(document["runs"]) == 1
 
 
+@pytest.mark.slow
 def test_all_runs_are_cut_equally_when_time_is_up(shell: Shell) -> None:
     document = shell("training.py:long", "--minutes", "0.0001", seeds=2)
     lengths = {len(run["steps"]) for run in document["runs"]}
@@ -339,6 +347,7 @@ def test_all_runs_are_cut_equally_when_time_is_up(shell: Shell) -> None:
 # others' models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["gpt", "cnn"])
 def test_tasks_of_the_demo_are_targets(shell: Shell, task: str) -> None:
     document = shell(f"autoprec.demo.targets:{task}", "--steps", "4 -- quick=true", arms="32-true,autoprec")

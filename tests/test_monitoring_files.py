@@ -96,7 +96,7 @@ def test_the_page_lists_every_alert() -> None:
 
 def test_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "a" / "watch"
-    assert main(["monitoring", "write", str(folder), "--port", "9001", "--port", "9002"]) == 0
+    assert main(["monitoring", str(folder), "--port", "9001", "--port", "9002"]) == 0
     assert "AutoPrecisionCallback(monitor=9001)" in capsys.readouterr().out
     assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
     (scraped,) = yaml.safe_load((folder / "prometheus.yml").read_text())["scrape_configs"]
@@ -105,27 +105,27 @@ def test_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_write_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["monitoring", "write", str(tmp_path), "--json"]) == 0
+    assert main(["monitoring", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"files": [str(tmp_path / name) for name in FILES], "ports": [9753]}
 
 
 def test_write_over_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = tmp_path / "prometheus.yml"
     mine.write_text("mine")
-    assert main(["monitoring", "write", str(tmp_path)]) == 1
+    assert main(["monitoring", str(tmp_path)]) == 1
     assert re.search(r"Already there: .*prometheus.yml.*--force", capsys.readouterr().err, re.S)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
-    assert main(["monitoring", "write", str(tmp_path), "--force"]) == 0
+    assert main(["monitoring", str(tmp_path), "--force"]) == 0
     assert mine.read_text() == (DATA / "prometheus.yml").read_text()
 
 
 def test_write_where_nobody_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    assert main(["monitoring", "write", str(tmp_path / "file" / "watch")]) == 1
+    assert main(["monitoring", str(tmp_path / "file" / "watch")]) == 1
     assert "Choose another folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["write"], ["write", "x", "--port", "0"], ["draw"]])
+@pytest.mark.parametrize("arguments", [[], ["x", "--port", "0"], ["x", "y"]], ids=["none", "port", "two"])
 def test_wrong_usage(arguments: list[str]) -> None:
     assert main(["monitoring", *arguments]) == 2
     assert not Path("x").exists()

@@ -165,10 +165,12 @@ def test_fit_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
         assert packages in Path(file).parents
 
 
+@pytest.mark.slow
 def test_wheel_from_sdist_is_the_same(wheel: Path, tmp_path: Path) -> None:
     assert contents(build_wheel(copy_of_checkout(tmp_path))) == contents(wheel)
 
 
+@pytest.mark.slow
 def test_wheel_from_clone_without_links_is_the_same(wheel: Path, tmp_path: Path) -> None:
     """Git writes a link as a file with its target where links are not supported."""
     source = copy_of_checkout(tmp_path)

@@ -340,6 +340,7 @@ def test_results_of_seeds_that_failed_are_not_selected(trained: Path, tmp_path: 
     assert (selection["selected"], selection["unfinished"]) == (1, [0])
 
 
+@pytest.mark.slow
 def test_seeds_side_by_side_are_those_of_single_trainings(trained: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, Progress]] = []
     (tmp_path / "seed-6").mkdir()

@@ -199,12 +199,12 @@ def test_module_and_data_as_they_are_are_copied() -> None:
 
 
 def test_targets_of_compare_are_taken_as_they_are(tmp_path: Path) -> None:
-    (tmp_path / "small_target.py").write_text(
+    (tmp_path / "steered_target.py").write_text(
         "from tests.small_fits import *\n"
         "def build(seed, epochs=3):\n"
         "    return Full(), (loader(shuffle=True), loader(32)), {**QUIET, 'max_epochs': epochs}\n"
     )
-    env = TrainingEnv("small_target.py:build", **SETTINGS)
+    env = TrainingEnv("steered_target.py:build", **SETTINGS)
     assert play(env)[2]["applied_steps"] == 24
     env.close()
 

@@ -408,6 +408,7 @@ def test_a_study_leaves_a_file_for_each_run_and_goes_on_where_it_stopped(
     assert "`" + summary["command"] + "`" in page_block(summary)
 
 
+@pytest.mark.slow
 def test_a_job_has_a_process_of_its_own_whose_failure_ends_the_study(tmp_path: Path) -> None:
     task = replace(TASKS["digits-cnn"], steps=2)
     job = transfer.twin_of(task, 10)

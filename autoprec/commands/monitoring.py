@@ -9,46 +9,36 @@ import typer
 
 from autoprec.monitoring.files import PORT, write_files
 
-_HELP = """Files for watching runs with Prometheus and Grafana.
+_HELP = """Writes settings of Prometheus, alert rules, and a dashboard for Grafana into a folder.
 
 A run shows its metrics with `AutoPrecisionCallback(monitor=9753)`, or, where its code cannot be edited, with
 `AUTOPREC_MONITOR_PORT=9753` in the environment. `docs/monitoring.md` has the metrics, and how to watch a run without
-either program.
-"""
-_WRITE_HELP = """Writes settings of Prometheus, alert rules, and a dashboard for Grafana into a folder.
-
-The settings make Prometheus scrape runs on this machine, one port for each. Its own pages are at
+either program. The settings make Prometheus scrape runs on this machine, one port for each. Its own pages are at
 http://localhost:9090/graph and /alerts. Grafana takes the dashboard under *Dashboards, New, Import*.
 
 Examples:
 
-    autoprec monitoring write watch
+    autoprec monitoring watch
 
     prometheus --config.file=watch/prometheus.yml
 
-    autoprec monitoring write watch --port 9753 --port 9754 --force
+    autoprec monitoring watch --port 9753 --port 9754 --force
 """
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds the commands.
+    """Adds the command.
 
     Args:
         app: The application.
     """
-    group = typer.Typer(help=_HELP, no_args_is_help=True, rich_markup_mode="markdown")
-    app.add_typer(group, name="monitoring")
     folder_argument = typer.Argument(..., metavar="FOLDER", file_okay=False, help="Where to; it is made if missing.")
     port_option = typer.Option([PORT], "--port", min=1, max=65535, help="Port of a run; several times for several.")
     force_option = typer.Option(False, "--force", help="Replace files that are there already.")
     json_option = typer.Option(False, "--json", help="Print JSON.")
 
-    @group.callback()
-    def monitoring() -> None:
-        """Holds the commands."""
-
-    @group.command(help=_WRITE_HELP)
-    def write(
+    @app.command(help=_HELP)
+    def monitoring(
         folder: Path = folder_argument,
         port: list[int] = port_option,
         force: bool = force_option,

@@ -36,7 +36,7 @@ Examples:
 
     autoprec report autoprec-compare --out report.html --open
 
-    autoprec report autoprec-compare runs/long/autoprec --price-per-hour 2.5 --currency EUR
+    autoprec report runs/long --price-per-hour 2.5 --currency EUR
 
     autoprec report autoprec-compare --json | jq .chapters[0].headline
 
