@@ -81,7 +81,7 @@ class Arm:
         matmul: ``torch.set_float32_matmul_precision`` while it has the turn.
         callback: Makes its callback from the row, ``None`` for a static arm.
         is_control: Not a setting that torch and Lightning offer; left out of the fastest static one.
-        warm_steps: Steps that do not count at least, for an arm that has to decide or to measure something first.
+        decides: Whether it has to decide or to measure something before its rounds count.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Arm:
     matmul: str = "highest"
     callback: Callable[[Workload], Callback] | None = None
     is_control: bool = False
-    warm_steps: int = 0
+    decides: bool = False
 
     @property
     def is_static(self) -> bool:
@@ -103,6 +103,10 @@ class Arm:
         """Whether it has something to show on a row."""
         return self.name != "ours_int8" or bool(workload.int8)
 
+    def warm_steps(self, workload: Workload) -> int:
+        """How many steps must not count: up to the first decision, and a few in which it is carried out."""
+        return interval_of(workload) + 5 if self.decides else 0
+
     def trainer_options(self, workload: Workload) -> dict[str, Any]:
         """What it passes to the Trainer."""
         return {
@@ -112,20 +116,25 @@ class Arm:
         }
 
 
+def interval_of(workload: Workload) -> int:
+    """Applied steps between decisions: the callback's 50, or fewer where that would be longer than a turn."""
+    return max(5, min(50, workload.steps))
+
+
 def _fixed(workload: Workload) -> Callback:
     return AutoPrecisionCallback("fixed:bf16", verbose=False)
 
 
 def _default(workload: Workload) -> Callback:
-    return AutoPrecisionCallback(verbose=False)
+    return AutoPrecisionCallback(interval=interval_of(workload), verbose=False)
 
 
 def _measured(workload: Workload) -> Callback:
-    return AutoPrecisionCallback(config=_CALIBRATED, verbose=False)
+    return AutoPrecisionCallback(config=_CALIBRATED, interval=interval_of(workload), verbose=False)
 
 
 def _fp32_measured(workload: Workload) -> Callback:
-    return AutoPrecisionCallback("fixed:fp32", config=_CALIBRATED, verbose=False)
+    return AutoPrecisionCallback("fixed:fp32", config=_CALIBRATED, interval=interval_of(workload), verbose=False)
 
 
 def _int8(workload: Workload) -> Callback:
@@ -133,10 +142,7 @@ def _int8(workload: Workload) -> Callback:
 
 
 _fused = partial(AdamW, fused=True)
-# what another run has measured, on a busier machine perhaps, would be another arm
-_CALIBRATED = AutoPrecisionConfig(calibration=CalibrationConfig(enabled=True, cache=False))
-_DECIDED = 55
-"""The callback decides first, and measures, after 50 applied steps; then it tries what it has chosen."""
+_CALIBRATED = AutoPrecisionConfig(calibration=CalibrationConfig(enabled=True))
 
 ARMS = {
     arm.name: arm
@@ -160,14 +166,14 @@ ARMS = {
             "the same with the default policy",
             "bf16-mixed",
             callback=_default,
-            warm_steps=_DECIDED,
+            decides=True,
         ),
         Arm(
             "ours_measured",
             "the same, layers and attention timed first",
             "bf16-mixed",
             callback=_measured,
-            warm_steps=_DECIDED,
+            decides=True,
         ),
         Arm(
             "fp32_measured",
@@ -175,7 +181,7 @@ ARMS = {
             "32-true",
             _fused,
             callback=_fp32_measured,
-            warm_steps=_DECIDED,
+            decides=True,
         ),
         Arm("ours_int8", "the same with large linear layers in int8", "bf16-mixed", callback=_int8),
     )

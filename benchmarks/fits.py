@@ -127,7 +127,7 @@ def measure_fits(
         gradients' dtype, ``final_loss`` and ``formats`` of each arm after its own steps.
     """
     batches = workload.make_batches()
-    warm = {arm.name: max(steps, WARM_STEPS, arm.warm_steps) for arm in arms}
+    warm = {arm.name: max(steps, WARM_STEPS, arm.warm_steps(workload)) for arm in arms}
     fits = [Fit(workload, arm, batches, warm[arm.name] + steps * rounds + 1) for arm in arms]
     probes = _grad_stats_calls(fits[0].module)
     laps: dict[str, list[Lap]] = {arm.name: [] for arm in arms}

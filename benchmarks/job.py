@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +91,10 @@ def main() -> None:
     job = Job(**fields | {"arms": tuple(fields["arms"])})
     _quieten_lightning()
     torch.set_num_threads(job.threads)
-    result = KINDS[job.kind](job)
+    with tempfile.TemporaryDirectory() as cache:
+        # what layers cost is measured here, once for all set-ups, and not taken from another day
+        os.environ["AUTOPREC_CACHE_DIR"] = cache
+        result = KINDS[job.kind](job)
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     write_json(Path(sys.argv[2]), {"job": fields, "load": load, **result})
 

@@ -21,7 +21,6 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autoprec import AutoPrecisionCallback
 from autoprec.json_files import read_json, write_json
 from benchmarks import docs, overhead, store, train
 from benchmarks.arms import ARMS, Arm
@@ -181,12 +180,19 @@ def test_an_arm_decides_before_its_rounds_count() -> None:
             self.steps += 1
 
     counting, seen = Counting(), list[int]()
-    arm = Arm("counting", "", "32-true", callback=lambda _: counting, warm_steps=9)
+    arm = Arm("counting", "", "32-true", callback=lambda _: counting, decides=True)
     measure_fits(TINY, [arm], 2, 2, on_round=lambda _: seen.append(counting.steps))
-    assert seen[0] >= 8  # the batch of the ninth step may be there before the eighth has ended
+    # the next batch may be there before the last step has ended
+    assert seen[0] in (arm.warm_steps(TINY) - 1, arm.warm_steps(TINY))
     assert np.diff(seen).tolist() == [2, 2]
-    interval = AutoPrecisionCallback().interval
-    assert all(ARMS[name].warm_steps > interval for name in ("ours_default", "ours_measured", "fp32_measured"))
+
+
+@pytest.mark.parametrize("name", ["ours_default", "ours_measured", "fp32_measured"])
+def test_arms_that_decide_have_decided(name: str) -> None:
+    for workload in WORKLOADS.values():
+        callback = ARMS[name].trainer_options(workload)["callbacks"][0]
+        assert callback.interval < ARMS[name].warm_steps(workload)
+        assert callback.interval <= max(5, workload.steps)
 
 
 def test_arms_train_alike(tiny_fits: dict[str, Any]) -> None:
