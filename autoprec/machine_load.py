@@ -46,7 +46,9 @@ class MachineLoad:
                 return math.nan
         before, self._begun = self._begun, self._clocks()
         wall_s = self._begun[0] - before[0]
-        return (self._begun[1] - before[1]) / (wall_s * torch.get_num_threads()) if wall_s > 0 else math.nan
+        # threads of a logger or a monitor are not among torch's, so that the quotient may be above 1
+        busy_s = self._begun[1] - before[1]
+        return min(1.0, busy_s / (wall_s * torch.get_num_threads())) if wall_s > 0 else math.nan
 
     @staticmethod
     def _clocks() -> tuple[float, float]:

@@ -180,7 +180,7 @@ def _format_lines(steering: Steering) -> list[str]:
         if not members:
             continue
         share = sum(unit.parameter_count for unit in members) / parameters
-        line = f"  {name:<10} {len(members)} units, {share:.1%} of parameters"
+        line = f"  {name:<10} {len(members)} unit{'' if len(members) == 1 else 's'}, {share:.1%} of parameters"
         if total_compute:
             line += f", {sum(compute[unit.name] for unit in members) / total_compute:.1%} of compute"
         remarks = _remarks(steering, name, members)

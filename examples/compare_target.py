@@ -1,8 +1,8 @@
 """Two targets for `autoprec compare`: a transformers text model and a transformers vision model, random weights.
 
     pip install '.[cli]' transformers                                    # once, in the checkout
-    autoprec compare examples/compare_target.py:text --steps 100         # a few minutes on 2 cores
-    autoprec compare examples/compare_target.py:vision --steps 100
+    autoprec compare examples/compare_target.py:text --steps 100 --interval 10    # a few minutes on 2 cores
+    autoprec compare examples/compare_target.py:vision --steps 100 --interval 10
     autoprec compare examples/compare_target.py:text --quick -- width=64  # arguments after -- go to the function
 
 A target is a function that returns the module, its data and the arguments of the Trainer, as a training script would

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +219,17 @@ class Recording(Observer):
 
     def on_seed(self, seed: Any) -> None:
         self.seeds.append(seed)
+
+
+def run_beside_another(folder: Path, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a command of autoprec in a folder that holds an autoprec of its own, as a checkout does.
+
+    Args:
+        folder: The folder; its ``autoprec`` raises when it is imported.
+        words: The command.
+    """
+    (folder / "autoprec").mkdir()
+    (folder / "autoprec" / "__init__.py").write_text("raise RuntimeError('this is another autoprec')\n")
+    checkout = str(Path(__file__).parents[1])
+    code = f"import sys; sys.path[0] = {checkout!r}; from autoprec import cli; sys.exit(cli.main(sys.argv[1:]))"
+    return subprocess.run([sys.executable, "-c", code, *words], cwd=folder, capture_output=True, text=True, check=False)

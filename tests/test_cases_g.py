@@ -116,7 +116,7 @@ def test_g01_a_layer_that_is_left_alone_is_not_reported_as_fp32() -> None:
     assert pair.kept[-1][1].dtype == torch.bfloat16
     assert ap.steering is not None
     text = summarize(ap.steering, "scripted")
-    assert "bf16       1 units, 50.0% of parameters" in text
+    assert "bf16       1 unit, 50.0% of parameters" in text
     assert "fp32  " not in text
     assert "left alone net.b: its `forward` is replaced on the instance" in text
     assert mean_bits(ap.steering.knobs) == 16.0

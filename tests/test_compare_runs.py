@@ -25,7 +25,7 @@ from autoprec.compare.checks import notes_of
 from autoprec.compare.settings import with_defaults
 from autoprec.compare.store import Store, Stored
 from autoprec.hardware import native_formats
-from tests.compared import write_training
+from tests.compared import run_beside_another, write_training
 from tests.comparisons import arm_runs
 
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
@@ -381,9 +381,32 @@ def test_quick_says_nothing_about_speed(shell: Shell) -> None:
         "seeds": 2,
         "steps": 40,
         "interval": 4,
+        "out": Path("autoprec-compare-quick"),
         "is_quick": True,
     }
-    assert with_defaults({"seeds": None, "steps": None}, quick=False) == {"seeds": 3, "steps": None, "is_quick": False}
+    assert with_defaults({"seeds": None, "steps": None}, quick=False) == {
+        "seeds": 3,
+        "steps": None,
+        "out": Path("autoprec-compare"),
+        "is_quick": False,
+    }
+
+
+def test_a_quick_try_leaves_the_folder_of_the_comparison_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(
+        "autoprec.commands.compare._compare", lambda settings, fresh, *_: asked.append((settings.out, fresh))
+    )
+    for words in ("--quick", "", "--quick --out mine"):
+        assert cli.main(["compare", "training.py:build", *words.split()]) == 0
+    assert asked == [(Path("autoprec-compare-quick"), True), (Path("autoprec-compare"), False), (Path("mine"), False)]
+
+
+def test_runs_use_the_autoprec_of_the_command(tmp_path: Path) -> None:
+    words = ["compare", "training.py:build", "--arms", "autoprec", "--seeds", "1", "--steps", "2"]
+    done = run_beside_another(tmp_path, words)
+    assert done.returncode == 0, done.stderr
+    assert "compare: task=build" in done.stdout
 
 
 def test_help_teaches(shell: Shell, capsys: pytest.CaptureFixture[str]) -> None:

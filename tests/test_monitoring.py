@@ -267,7 +267,7 @@ def test_commands_of_the_page() -> None:
     fit([callback, scraper])
     everything, some, formats = (answer.splitlines() for answer in answers)
     assert len(everything) > len(some) == 3
-    assert len(formats) == 4, "help, type and two units"
+    assert len(formats) == 2, "a line for each unit"
 
 
 # ---- what goes wrong ----

@@ -105,6 +105,16 @@ def test_without_the_library_the_reference_runs_and_the_report_says_so(monkeypat
         native.library()
 
 
+def test_a_checkout_that_hides_an_installed_autoprec_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    without_library(monkeypatch, None)
+    (tmp_path / "autoprec" / "ops").mkdir(parents=True)
+    (tmp_path / "autoprec" / "ops" / "_C.abi3.so").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    why = native.missing()
+    assert why is not None
+    assert f"hides {tmp_path / 'autoprec'}, which has: start Python in another folder" in why
+
+
 def test_a_library_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "_C.so"
     broken.write_text("not a library")

@@ -175,6 +175,15 @@ def test_sweep_has_winner_front_and_failures(tmp_path: Path) -> None:
     assert EVIL in texts(report, "refused")
 
 
+def test_autoprec_that_was_tried_first_is_not_called_static(tmp_path: Path) -> None:
+    path = sweep(tmp_path) / "pareto.json"
+    document = json.loads(path.read_text())
+    document["trials"].append({**document["trials"][1], "number": 4, "values": [3.0, 3.0], "baseline": "autoprec"})
+    path.write_text(json.dumps(document))
+    (chart, _) = blocks(build(tmp_path), "front")
+    assert {trace["name"]: len(trace["x"]) for trace in chart.figure["data"]} == {"trial": 1, "static": 1, "winner": 1}
+
+
 # ---- folders that do not work ----
 
 

@@ -29,7 +29,7 @@ from autoprec.sweep import SweepInterruptedError, TrialRecord, run
 from autoprec.sweep.best_config import best_document, write_best
 from autoprec.sweep.config import checked_config
 from autoprec.sweep.results import SweepResult
-from tests.compared import write_training
+from tests.compared import run_beside_another, write_training
 from tests.small_fits import Full, callback_of, loader
 
 pytest.importorskip("sklearn.datasets")  # sets environment variables when it is imported
@@ -88,6 +88,13 @@ def test_how_trainings_end(tmp_path: Path, target: str, state: str, reason: str)
     config = settings(tmp_path, target, trials=1)
     (trial,) = run(config, launcher="inline").trials
     assert (trial.state, trial.reason) == (state, reason)
+
+
+@pytest.mark.slow
+def test_workers_use_the_autoprec_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(settings(tmp_path, trials=1)))
+    done = run_beside_another(tmp_path, ["sweep", "sweep.yaml"])
+    assert done.returncode == 0, done.stderr
 
 
 # the winner

@@ -78,7 +78,11 @@ def add_to(app: typer.Typer) -> None:
     evaluate_option = typer.Option(None, help="Steps between validations. By default as the target has it.")
     together_option = typer.Option(None, help="Runs at a time, for memory's sake. By default all arms of a seed.")
     consistency_option = typer.Option(False, "--consistency", help="Run an arm once more with AVX2 instructions only.")
-    out_option = typer.Option(Path("autoprec-compare"), help="Folder for results; goes on with what it holds.")
+    out_option = typer.Option(
+        None,
+        help="Folder for results; goes on with what it holds. By default autoprec-compare; with --quick"
+        " autoprec-compare-quick, which every quick try begins anew.",
+    )
     fresh_option = typer.Option(False, "--fresh", help="Forget results in the folder.")
     wandb_option = typer.Option(
         None, metavar="PROJECT", help="Log every run to Weights & Biases, as one group, once all have ended."
@@ -129,6 +133,7 @@ def add_to(app: typer.Typer) -> None:
             "consistency": consistency,
             "out": out,
         }
+        fresh = fresh or (quick and out is None)  # the next try may be of another target
         try:
             settings = _settings(target, words or [], arms, with_defaults(chosen, quick))
         except (ValueError, FileNotFoundError, TargetError) as error:

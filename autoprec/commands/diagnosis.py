@@ -178,8 +178,8 @@ def advise(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{kernels['why_missing']}. Until then plain PyTorch measures and steps, more slowly."
     if "pytorch_lightning" in found["lightning"]["packages"]:
         yield (
-            "`pytorch_lightning` is installed beside `lightning`. The two do not mix: import Trainer, LightningModule"
-            " and callbacks from `lightning.pytorch`."
+            "`pytorch_lightning` is installed too, as `lightning` brings it. The two do not mix: import Trainer,"
+            " LightningModule and callbacks from `lightning.pytorch`."
         )
     if found["threads"]["torch"] > system["usable_cores"]:
         yield (

@@ -13,6 +13,7 @@ from rich.table import Table
 from autoprec.formats import rank
 
 _MOST_ROWS = 24
+_MOST_NAMES = 6
 
 
 def show(found: Mapping[str, Any], console: Console) -> None:
@@ -28,7 +29,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         return
     formats = sorted({name for unit in units.values() for name in unit["formats"]}, key=rank)
     groups, prefix = _groups(units), _common_prefix(units)
-    table = Table(title=f"ms a step on {found['device']}, {found['threads']} threads; relative error below")
+    table = Table(title=f"ms a step on {found['device']}, {_count(found['threads'], 'thread')}; relative error below")
     table.add_column("units", overflow="fold", ratio=3)
     table.add_column("computes", overflow="fold", ratio=3)
     for name in formats:
@@ -93,13 +94,19 @@ def _lines(found: Mapping[str, Any], groups: list[list[str]], formats: list[str]
     if any(cost["implementation"] != "default" for unit in units.values() for cost in unit["formats"].values()):
         lines.append("* computed otherwise than torch does by itself (oneDNN's products for fp32).")
     if found["not_timed"]:
-        lines.append(f"Not timed: {', '.join(list(found['not_timed'])[:6])}; `--json` says why.")
+        names = list(found["not_timed"])
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        lines.append(f"Not timed: {', '.join(names[:_MOST_NAMES])}{more}; `--json` says why.")
     where = f"; kept in {found['cache']}" if found["cache"] else ""
     lines.append(
-        f"{found['measured']} layer shapes measured in {found['seconds']:.1f} s, {found['from_cache']} from the"
-        f" cache{where}"
+        f"{_count(found['measured'], 'layer shape')} measured in {found['seconds']:.1f} s,"
+        f" {found['from_cache']} from the cache{where}"
     )
     return lines + [f"Note: {note}" for note in found["notes"]]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _nothing(found: Mapping[str, Any]) -> str:

@@ -156,7 +156,11 @@ def _show(result: SweepResult, console: Console) -> None:
         console.print(table)
     console.print(f"{counts_text(result)}. {result.message}", markup=False, highlight=False)
     folder = result.out
-    files = ["pareto.html", "pareto.json", *(["best.yaml"] if result.best is not None else [])]
+    files = [
+        "pareto.html",
+        "pareto.json",
+        *(name for name in ("best.yaml", "best_map.yaml") if (folder / name).exists()),
+    ]
     console.print(f"Written to {folder}: {', '.join(files)}", markup=False, highlight=False, soft_wrap=True)
 
 

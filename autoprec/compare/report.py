@@ -98,8 +98,6 @@ def show_report(result: Result, verdict: Verdict, settings: CompareSettings, con
         say(_consistency_words(result.consistency))
     for note in result.notes:
         say(f"Note: {note}.")
-    if settings.is_quick:
-        say("quick: runs are far too short to say anything about speed or loss.")
     say(f"Written: {settings.out / 'comparison.json'}, {settings.out / 'comparison.png'}, {settings.out / 'logs'}/")
     say(summary_line(verdict))
 

@@ -21,6 +21,7 @@ from autoprec.compare.store import Store, StoreError
 from autoprec.compare.turns import Plan
 
 CONSISTENCY_SUFFIX = "@avx2"
+QUICK_NOTE = "quick: runs are far too short to say anything about speed or loss"
 _WARMUP_STEPS = 10
 
 
@@ -174,7 +175,7 @@ def collect(settings: CompareSettings, store: Store) -> Result:
         metric,
         mode,
         refused,
-        notes_of(store, kept),
+        notes_of(store, kept) + [QUICK_NOTE] * settings.is_quick,
         row,
     )
 

@@ -15,6 +15,7 @@ from autoprec.machine import version
 
 SEEDS = 3
 QUICK_STEPS, QUICK_SEEDS, QUICK_INTERVAL = 12, 2, 4
+OUT, QUICK_OUT = Path("autoprec-compare"), Path("autoprec-compare-quick")
 _HIGHER_IS_BETTER = ("acc", "auc", "f1", "precision", "recall", "iou", "dice", "bleu", "rouge", "psnr", "ssim", "r2")
 
 
@@ -58,7 +59,7 @@ class CompareSettings:
     together: int | None = None
     consistency: bool = False
     is_quick: bool = False
-    out: Path = Path("autoprec-compare")
+    out: Path = OUT
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -108,9 +109,9 @@ def with_defaults(chosen: dict[str, Any], quick: bool) -> dict[str, Any]:
         chosen: Settings by their names, ``None`` for what the user did not set.
         quick: Whether the comparison only shows that everything runs. What the user set holds all the same.
     """
-    defaults: dict[str, Any] = {"seeds": SEEDS}
+    defaults: dict[str, Any] = {"seeds": SEEDS, "out": OUT}
     if quick:
-        defaults = {"steps": QUICK_STEPS, "seeds": QUICK_SEEDS, "interval": QUICK_INTERVAL}
+        defaults = {"steps": QUICK_STEPS, "seeds": QUICK_SEEDS, "interval": QUICK_INTERVAL, "out": QUICK_OUT}
     missing = {name: value for name, value in defaults.items() if chosen.get(name) is None}
     return {**chosen, **missing, "is_quick": quick}
 

@@ -157,7 +157,9 @@ class Store:
             return
         other = sorted(name for name in {*found, *identity} if found.get(name) != identity.get(name))
         if other:
-            listed = "; ".join(f"{name} was {found.get(name)!r} and is {identity.get(name)!r}" for name in other)
+            listed = "; ".join(
+                f"{name} was {_said(found.get(name))} and is {_said(identity.get(name))}" for name in other
+            )
             raise StoreError(
                 f"`{self.folder}` holds a comparison with other settings: {listed}. Pass `--fresh` to forget it, or"
                 " another folder by `--out`."
@@ -190,6 +192,10 @@ class Store:
                 f" `{self.folder}`, which would be compared with runs of the new code. Pass `--fresh` to forget them,"
                 " or another folder by `--out`."
             )
+
+
+def _said(value: Any) -> str:
+    return "not set" if value is None else repr(value)
 
 
 def slug(arm: str, seed: int) -> str:

@@ -168,9 +168,25 @@ def _start_server() -> None:
     # the server inherits the mask: Ctrl-C is for this process alone, also while the server imports
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        with _in_folder(Path(__file__).resolve().parents[2]):
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+@contextmanager
+def _in_folder(folder: Path) -> Iterator[None]:
+    """Has the server import what this process has imported.
+
+    Its first place for modules is the folder that it starts in, and in a checkout that is another autoprec than the one
+    that is installed, without kernels. Runs go back to the folder of this process.
+    """
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 @dataclass(frozen=True)

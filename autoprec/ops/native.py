@@ -9,7 +9,9 @@ import ctypes
 import functools
 import importlib.util
 import os
+import sys
 from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_uint64, c_void_p
+from pathlib import Path
 
 import torch  # loads the OpenMP runtime that the kernels then share
 
@@ -110,6 +112,12 @@ def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
     spec = importlib.util.find_spec("autoprec.ops._C")
     if spec is None or spec.origin is None:
+        other = _compiled_elsewhere()
+        if other is not None:  # Python was started in a checkout, and prefers it
+            return (
+                f"{Path(__file__).parents[1]} has no compiled kernels (autoprec.ops._C), and hides {other}, which has:"
+                " start Python in another folder, or build them here with `pip install -e .`"
+            )
         return "autoprec was installed without its compiled kernels (autoprec.ops._C); a C compiler builds them"
     try:
         library = ctypes.CDLL(spec.origin)
@@ -122,6 +130,16 @@ def _load() -> ctypes.CDLL | str:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def _compiled_elsewhere() -> Path | None:
+    """An installed autoprec with kernels that the imported one hides."""
+    own = Path(__file__).parents[1]
+    for entry in sys.path:
+        package = Path(entry).resolve() / "autoprec"
+        if package != own.resolve() and any((package / "ops").glob("_C.*")):
+            return package
+    return None
 
 
 def missing() -> str | None:

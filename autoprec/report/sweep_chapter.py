@@ -149,7 +149,7 @@ def _chart(sweep: Sweep, trials: Sequence[Trial], across: int | None, up: int) -
             "winner"
             if trial.number == sweep.best
             else "static"
-            if trial.baseline is not None or not trial.arm.startswith("autoprec")
+            if not trial.arm.startswith("autoprec")
             else "on the front"
             if trial.number in sweep.front
             else "trial"

@@ -116,7 +116,12 @@ class Processes:
             yield event
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "autoprec.sweep.worker_process", str(self._sweep.folder), str(self._deadline)]
+        # not by `-m`, which takes modules from the folder of the shell first: that may be a checkout, without kernels
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from autoprec.sweep.worker_process import main;"
+            " sys.exit(main(sys.argv[1:]))"
+        )
+        command = [sys.executable, "-c", code, str(self._sweep.folder), str(self._deadline)]
         # a group of its own: Ctrl-C is for the parent alone, which ends its workers
         popen = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -1,4 +1,4 @@
-"""The process of a worker: ``python -m autoprec.sweep.worker_process FOLDER DEADLINE``, started by a launcher.
+"""The process of a worker, started by a launcher with ``FOLDER DEADLINE`` behind it.
 
 Says what happens as lines of JSON on its standard output, writes all else into a log, and ends as soon as its standard
 input is closed, which the system does when its parent is gone.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import traceback
 from pathlib import Path
 from threading import Lock, Thread
@@ -59,7 +58,3 @@ def _end_with_parent() -> None:
     while os.read(0, 1):
         pass
     os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
