@@ -10,6 +10,7 @@ matter whether ``model(x)``, ``model.generate(...)`` or a part of the model is c
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +24,9 @@ from torch import Tensor, nn
 from autoprec.action import Action
 from autoprec.autocast import ENCODER_FAST_PATH, ambient
 from autoprec.formats import rank
-from autoprec.kept_weights import KeptWeights
+from autoprec.kept_weights import KeptWeights, is_tracing
 from autoprec.layers import ModuleState, Runtime, first_tensor
-from autoprec.lookalike import registers_subclasses, undo_lookalike
+from autoprec.lookalike import plain_class, registers_subclasses, undo_lookalike
 from autoprec.map_units import judge
 from autoprec.runners import Runner, is_functorch_active, make_base_runner
 from autoprec.trial import Trial
@@ -45,6 +46,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_orders = itertools.count()
 
 
 class AppliedMap:
@@ -86,8 +88,9 @@ class AppliedMap:
         self._is_tried = False
         self._repaired: dict[str, str] = {}
         self._root = model
+        self.order = next(_orders)
         self._states = self._install(model, units)
-        self._weights = KeptWeights([state for state in self._states if state.asked is not None])
+        self.choose_copies()
 
     # ---- what is ----
 
@@ -133,8 +136,7 @@ class AppliedMap:
 
     def remove(self) -> None:
         """Gives the model its own classes back; may be called at any time, also twice, and in any order of maps."""
-        for state in self._states:
-            _take_out(state)
+        _move(self._states, _take_out)
         self._states = []
         self._weights.forget()
 
@@ -145,13 +147,11 @@ class AppliedMap:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Has the model compute as without the map for the time of a block, in all threads."""
-        for state in self._states:
-            _take_out(state)
+        _move(self._states, _take_out)
         try:
             yield
         finally:
-            for state in self._states:
-                _put_in(state)
+            _move(self._states, _put_in)
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -161,19 +161,24 @@ class AppliedMap:
             return
         device_type, found = self._device.type, _thread.base
         base = found or _autocast_dtype(device_type) or torch.float32
-        trial = None if self._is_tried and not self._repaired else Trial()
-        _thread.base, self._open.trial = base, trial
+        is_tried = self._is_tried and not self._repaired
+        trial = None if is_tried or is_tracing() else Trial()  # a trace is compared with the next one, name by name
         self._weights.check()
+        _thread.base, self._open.trial = base, trial
         self._open.is_open = True
         try:
             with ENCODER_FAST_PATH.region(), ambient(device_type, base), trial or nullcontext():
                 yield
-            self._is_tried = True
+            self._is_tried |= trial is not None
         finally:
             self._open.is_open = False
             _thread.base = found
             if trial is not None:
                 self._repaired.update(trial.failures)
+
+    def choose_copies(self) -> None:
+        """Begins anew with copies of weights; called when formats of layers have changed."""
+        self._weights = KeptWeights([state for state in self._states if state.asked is not None])
 
     @property
     def _is_open(self) -> bool:
@@ -218,6 +223,7 @@ class AppliedMap:
             try:
                 state = self._make_state(module, unit)
                 _put_in(state)
+                state.settle()
             except (TypeError, ValueError, AttributeError, RuntimeError) as error:
                 if unit is not None:
                     self.refused[unit.name] = f"its class cannot be extended ({error})"
@@ -227,10 +233,7 @@ class AppliedMap:
         return states
 
     def _make_state(self, module: nn.Module, unit: Unit | None) -> AppliedState:
-        below = module.__dict__.get(_STATE)
-        beneath = below.asked if isinstance(below, AppliedState) else None
-        asked = None if unit is None else self.formats.get(unit.name, beneath)
-        return AppliedState(module, unit, self, asked)
+        return AppliedState(module, unit, self, None if unit is None else self.formats.get(unit.name))
 
 
 class AppliedState(ModuleState):
@@ -240,18 +243,36 @@ class AppliedState(ModuleState):
         module: A layer, or a module that holds layers.
         unit: Its unit, ``None`` for a module that only holds layers.
         applied: The map.
-        asked: Its format, ``None`` to compute as without the map.
+        named: Its format in the map, ``None`` where the map does not name it.
+
+    Attributes:
+        asked: Its format, that of a map below where this one does not name it; ``None`` to compute as without maps.
+        below: The state of the map that was applied before.
     """
 
-    __slots__ = ("_by_dtype", "applied", "asked", "below", "is_unit")
+    __slots__ = ("_by_dtype", "applied", "asked", "below", "is_unit", "named")
 
-    def __init__(self, module: nn.Module, unit: Unit | None, applied: AppliedMap, asked: str | None) -> None:
-        self.applied, self.asked, self.is_unit = applied, asked, unit is not None
+    def __init__(self, module: nn.Module, unit: Unit | None, applied: AppliedMap, named: str | None) -> None:
+        self.applied, self.named, self.asked, self.is_unit = applied, named, named, unit is not None
         self.below: Any = None
         self._by_dtype: dict[torch.dtype, Runner | None] = {}
         super().__init__(module, unit or Unit("", "other", (module,), ("",)), applied._runtime)
-        self.set_format(asked or ("fp32" if unit is not None and (unit.has_matrix or unit.kind == "norm") else None))
+        self.refit()
         self.override = self._run
+
+    def refit(self) -> None:
+        """Chooses how the layer runs, for the format that is asked and the class that the layer has now."""
+        self._by_dtype.clear()
+        is_protected = self.is_unit and (self.unit.has_matrix or self.unit.kind == "norm")
+        self.set_format(self.asked or ("fp32" if is_protected else None))
+
+    def settle(self) -> bool:
+        """Takes what the maps below ask for where its own names nothing; returns whether that has changed."""
+        beneath = self.below.asked if isinstance(self.below, AppliedState) and self.is_unit else None
+        before, self.asked = self.asked, self.named or beneath
+        if self.asked != before:
+            self.refit()
+        return self.asked != before
 
     def _run(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.applied.run(self, args, kwargs)
@@ -281,9 +302,36 @@ def is_applied(model: nn.Module) -> bool:
     return any(isinstance(module.__dict__.get(_STATE), AppliedState) for module in model.modules())
 
 
+def _move(states: Sequence[AppliedState], how: Callable[[AppliedState], None]) -> None:
+    """Puts the states of a map in or takes them out; maps above it see the formats that are below them now."""
+    changed: dict[int, AppliedMap] = {}
+    for state in states:
+        how(state)
+        changed |= {id(other.applied): other.applied for other in reversed(_chain(state.module)) if other.settle()}
+    for applied in changed.values():
+        applied.choose_copies()
+
+
+def _chain(module: nn.Module) -> list[AppliedState]:
+    """The states of a module, that of the map which was applied last first."""
+    found: list[AppliedState] = []
+    state = module.__dict__.get(_STATE)
+    while isinstance(state, AppliedState):
+        found.append(state)
+        state = state.below
+    return found
+
+
 def _put_in(state: AppliedState) -> None:
+    """Puts a state in, below those of maps that were applied later."""
     module = state.module
+    later = [other for other in _chain(module) if other.applied.order > state.applied.order]
+    if later:
+        state.below, later[-1].below = later[-1].below, state
+        return
     state.below = module.__dict__.get(_STATE)
+    if state.below is None and plain_class(module) is not state.plain:
+        state.refit()  # a parametrization was added or removed since
     object.__setattr__(module, "__class__", state.steered)
     module.__dict__[_STATE] = state
 
@@ -299,10 +347,9 @@ def _take_out(state: AppliedState) -> None:
         module.__dict__.pop(_STATE, None)
         undo_lookalike(module)
         return
-    while top is not None and top.below is not state:
-        top = top.below
-    if top is not None:
-        top.below = state.below
+    for other in _chain(module):
+        if other.below is state:
+            other.below = state.below
 
 
 def _holders(model: nn.Module, of_units: Mapping[int, Unit]) -> set[int]:

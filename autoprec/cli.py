@@ -5,6 +5,7 @@ What lives here: the application, exit codes, and what becomes of an error. What
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    _replace_what_cannot_be_written()
     words, shows_traceback = _without_traceback(list(sys.argv[1:] if arguments is None else arguments))
     try:
         app = build_app()
@@ -66,6 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _report(error, shows_traceback)
         return FAILED
     return 0
+
+
+def _replace_what_cannot_be_written() -> None:
+    """Has a character that the terminal's encoding lacks come out as ``?``, where it would end the command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
 
 
 def _without_traceback(words: list[str]) -> tuple[list[str], bool]:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from autoprec.fused import is_one_block, layouts_of
+from autoprec.memory_errors import is_out_of_memory
 from autoprec.ops import WeightCopy, new_copy, prepare_sgd
-from autoprec.runners import is_kernel_input, run_on_copies, run_on_int8_copy
+from autoprec.runners import is_functorch_active, is_kernel_input, run_on_copies, run_on_int8_copy
 from autoprec.units import is_exact
 
 _KINDS: dict[str, tuple[type, ...]] = {"bf16": (nn.Linear, _ConvNd), "fp16": (nn.Linear, _ConvNd), "int8": (nn.Linear,)}
@@ -64,11 +65,17 @@ class KeptWeights:
 
     def check(self) -> None:
         """Called before a forward: makes the copies if they are not there or not right."""
-        if not self._layers or torch.compiler.is_compiling():
+        if not self._layers or _are_parameters_stand_ins():
             return
         with self._lock:
             if self._copies is None or not self._are_right():
-                self._make()
+                try:
+                    self._make()
+                except (RuntimeError, MemoryError) as error:
+                    self._copies, self._keeper = {}, None
+                    if not is_out_of_memory(error, error.__context__):
+                        raise
+                    # layers cast their weights at each call instead
 
     def _are_right(self) -> bool:
         assert self._copies is not None, "it is looked up before"
@@ -82,15 +89,17 @@ class KeptWeights:
     def _make(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             usable = [(key, layer) for key, layer in self._layers.items() if _lies_well(layer)]
-            self._copies = {key: _Copies(layer) for key, layer in usable}
-            pairs = [pair for each in self._copies.values() for pair in each.pairs]
-            self._keeper = None
+            self._copies, self._keeper = None, None
+            self._parameters = [parameter for layer in self._layers.values() for parameter in _parameters(layer)]
+            self._marks = _marks(self._parameters)
+            copies = {key: _Copies(layer) for key, layer in usable}
+            pairs = [pair for each in copies.values() for pair in each.pairs]
             if pairs:
                 plain = [parameter.detach() for parameter, _ in pairs]
-                self._keeper = prepare_sgd(plain, None, [copy for _, copy in pairs])
-                self._keeper.refresh()
-        self._parameters = [parameter for layer in self._layers.values() for parameter in _parameters(layer)]
-        self._marks = _marks(self._parameters)
+                keeper = prepare_sgd(plain, None, [copy for _, copy in pairs])
+                keeper.refresh()
+                self._keeper = keeper
+            self._copies = copies
 
     def run(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a layer on its copies, ``None`` where it must run on its weights.
@@ -101,7 +110,7 @@ class KeptWeights:
             kwargs: The same.
         """
         copies = None if self._copies is None else self._copies.get(id(layer))
-        if copies is None or len(args) != 1 or kwargs or not copies.are_right:
+        if copies is None or len(args) != 1 or kwargs or is_tracing() or not copies.are_right:
             return None
         x = args[0]
         if not is_kernel_input(x) or (torch.is_grad_enabled() and copies.want_gradients(x)):
@@ -153,9 +162,11 @@ def _lies_well(layer: Layer) -> bool:
     if layer.module._parameters.get("weight") is None:  # parametrized or pruned since
         return False
     are_plain = all(type(each) is nn.Parameter and each.dtype is torch.float32 for each in parameters)
+    if not are_plain or any(each.numel() and not each.data_ptr() for each in parameters):
+        return False  # on the meta device, or memory was given back, as offloading does between forwards
     if layer.format_name == "int8":
-        return are_plain and parameters[0].is_contiguous()
-    return are_plain and all(map(is_one_block, parameters))
+        return parameters[0].is_contiguous()
+    return all(map(is_one_block, parameters))
 
 
 def _parameters(layer: Layer) -> list[Tensor]:
@@ -164,7 +175,18 @@ def _parameters(layer: Layer) -> list[Tensor]:
 
 
 def _marks(parameters: Sequence[Tensor]) -> list[Any]:
-    return [*_versions(parameters), *layouts_of(parameters)]
+    # others, as quantised ones, have no memory of their own to look at; they get no copies
+    return [*_versions(parameters), *layouts_of([each for each in parameters if type(each) is nn.Parameter])]
+
+
+def is_tracing() -> bool:
+    """Inside ``torch.jit.trace``, which would keep copies as constants."""
+    return torch._C._get_tracing_state() is not None
+
+
+def _are_parameters_stand_ins() -> bool:
+    """Whether what layers hold now may be no tensors with memory: in the compiler, a trace or ``torch.func``."""
+    return torch.compiler.is_compiling() or is_tracing() or is_functorch_active()
 
 
 def _versions(parameters: Sequence[Tensor]) -> list[int]:

@@ -185,6 +185,9 @@ class ModuleState:
         self._for_validation: dict[bool, Runner] = {}
         self.set_format(None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Copies of modules carry none; torch's parametrized classes copy all that is in a module by themselves."""
+
     def set_format(self, format_name: str | None, implementation: str = DEFAULT) -> None:
         """Chooses how the layer runs, for the class it has now.
 

@@ -6,6 +6,7 @@ Time budget: 15 s; the process that is interrupted is `slow` (20 s).
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import signal
@@ -119,6 +120,15 @@ def test_a_traceback_on_request(
     assert code == 1
     assert "Traceback (most recent call last)" in err
     assert err.endswith("ValueError: why\n")
+
+
+def test_an_encoding_that_lacks_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # rich cuts names of options with an ellipsis
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert cli.main(["apply", "--help"]) == 0
+    stream.flush()
+    assert b"--checkpoint" in stream.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_words_of_the_target_stay_its_own() -> None:

@@ -115,6 +115,19 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert any("NOT writable" in line for line in lines_of(found))
 
 
+def test_a_cache_that_cannot_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "calibration-gone.json").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setenv("AUTOPREC_CACHE_DIR", str(tmp_path))
+
+    def refuse(path: Path, **options: Any) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    found = diagnosis._caches()["calibration"]
+    assert found["files"] == [{"name": "calibration-gone.json", "state": "cannot be read: No such file or directory"}]
+    assert not found["is_writable"]
+
+
 def test_nothing_to_advise(healthy: dict[str, Any]) -> None:
     assert list(diagnosis.advise(healthy)) == []
     assert "advice     none: nothing that is known to go wrong" in list(lines_of({**healthy, "advice": []}))

@@ -232,6 +232,49 @@ def test_a_map_that_is_suspended_leaves_those_below_in_force() -> None:
     assert type(model[2]) is nn.Linear
 
 
+def test_an_outer_map_that_leaves_takes_its_formats_along() -> None:
+    model = mlp()
+    outer = apply_map(model, {"0": "bf16"})
+    with apply_map(model, {"2": "fp16"}) as inner:
+        assert runs_in(model, rows())["0"] is torch.bfloat16
+        with outer.suspended():
+            assert runs_in(model, rows())["0"] is torch.float32
+        assert runs_in(model, rows())["0"] is torch.bfloat16
+        outer.remove()
+        assert runs_in(model, rows()) == {"0": torch.float32, "1": torch.float32, "2": torch.float16}
+        assert inner.formats == {"2": "fp16"}
+    assert type(model[0]) is nn.Linear
+
+
+def test_an_outer_map_that_was_suspended_stays_the_outer_one() -> None:
+    model = mlp()
+    with apply_map(model, {"2": "fp32"}) as outer, apply_map(model, {"2": "bf16"}):
+        with outer.suspended():
+            pass
+        assert runs_in(model, rows())["2"] is torch.bfloat16
+
+
+def test_a_parametrization_that_is_added_meanwhile_outlives_a_suspension() -> None:
+    model = mlp()
+    with torch.no_grad(), apply_map(model, {"*": "bf16"}) as applied:
+        nn.utils.parametrizations.weight_norm(model[0])
+        expected = model(rows())
+        with applied.suspended():
+            assert model(rows()).dtype is torch.float32
+        assert torch.equal(model(rows()), expected)
+    assert type(model[0]).__name__ == "ParametrizedLinear"
+    assert model(rows()).dtype is torch.float32
+
+
+def test_a_copy_of_a_model_that_was_parametrized_meanwhile_is_plain() -> None:
+    model = mlp()
+    with torch.no_grad(), apply_map(model, {"*": "bf16"}):
+        nn.utils.parametrizations.weight_norm(model[0])
+        copied = copy.deepcopy(model)
+        assert copied[0](rows()).dtype is torch.float32
+    assert torch.equal(copied(rows()), model(rows()))
+
+
 def test_a_parametrization_that_is_added_meanwhile_stays() -> None:
     model = mlp()
     with torch.no_grad(), apply_map(model, {"*": "bf16"}):
@@ -319,6 +362,91 @@ def test_a_weight_that_was_written_is_noticed(how: str, format_name: str) -> Non
         applied.remove()
         with apply_map(model, {"*": format_name}):
             assert torch.equal(found, model(rows()))
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "int8"])
+def test_weights_without_memory_between_forwards(format_name: str) -> None:
+    """Offloading gives memory back until a hook of the layer brings the weight again."""
+    model = mlp()
+    weight = model[0].weight
+    values, size = weight.detach().clone(), weight.untyped_storage().size()
+
+    def bring(module: nn.Module, args: Any) -> None:
+        weight.untyped_storage().resize_(size)
+        weight.data.copy_(values)
+
+    model[0].register_forward_pre_hook(bring)
+    with torch.no_grad(), apply_map(model, {"*": format_name}):
+        expected = model(rows())
+        weight.untyped_storage().resize_(0)
+        assert torch.equal(model(rows()), expected)
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "int8"])
+def test_an_ensemble_of_functional_calls(format_name: str) -> None:
+    models = [mlp(), mlp()]
+    parameters, buffers = torch.func.stack_module_state(models)  # type: ignore[arg-type]
+    base, inputs = mlp(), rows()
+
+    def one(parameters: Any, buffers: Any) -> Tensor:
+        return torch.func.functional_call(base, (parameters, buffers), (inputs,))  # type: ignore[no-any-return]
+
+    with torch.no_grad(), apply_map(base, {"*": format_name}):
+        before = base(rows())
+        outputs = torch.func.vmap(one)(parameters, buffers)
+        assert torch.equal(base(rows()), before)
+    torch.testing.assert_close(outputs[1].float(), models[1](rows()), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+def test_a_trace_keeps_weights_as_such() -> None:
+    model = mlp()
+    with torch.no_grad(), apply_map(model, {"*": "bf16"}):
+        traced = torch.jit.trace(model, rows())  # type: ignore[no-untyped-call]
+        assert torch.equal(traced(rows()), model(rows()))
+        doubled = {name: value * 2 for name, value in model.state_dict().items()}
+        traced.load_state_dict(doubled)
+        model.load_state_dict(doubled)
+        assert torch.equal(traced(rows()), model(rows()))
+
+
+def test_a_weight_of_another_class_that_comes_meanwhile() -> None:
+    class Other(Tensor):
+        def data_ptr(self) -> int:
+            raise RuntimeError("no memory of its own")
+
+    model = mlp()
+    with torch.no_grad(), apply_map(model, {"*": "bf16"}):
+        expected = model(rows())
+        model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Other))
+        assert torch.equal(model(rows()).as_subclass(Tensor), expected)
+
+
+def test_copies_that_memory_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model = mlp()
+    with torch.no_grad(), apply_map(model, {"*": "bf16"}) as applied:
+        expected = model(rows())
+        applied.refresh()
+        monkeypatch.setattr(kept_weights, "new_copy", refuse)
+        assert torch.equal(model(rows()), expected)
+        assert applied.copied_bytes == 0
+
+
+def test_an_error_while_copies_are_made_leaves_no_precision_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("broken")
+
+    model = mlp()
+    with torch.no_grad(), apply_map(model, {"0": "bf16"}):
+        with monkeypatch.context() as patch:
+            patch.setattr(kept_weights, "new_copy", fail)
+            with pytest.raises(RuntimeError, match="broken"):
+                model(rows())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert runs_in(model, rows())["2"] is torch.bfloat16
 
 
 def test_copies_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,10 @@ def _caches() -> dict[str, Any]:
 
 
 def _calibration_file(path: Path, own: Any) -> dict[str, Any]:
-    size = f"{path.stat().st_size / 1024:.0f} KiB"
+    try:
+        size = f"{path.stat().st_size / 1024:.0f} KiB"
+    except OSError as error:  # a link to nowhere, or another run has just removed it
+        return {"name": path.name, "state": f"cannot be read: {error.strerror or error}"}
     if path != own.path:
         return {"name": path.name, "state": f"{size}, of another device, thread count or version"}
     if own.note is not None:
@@ -144,9 +147,9 @@ def _calibration_file(path: Path, own: Any) -> dict[str, Any]:
 
 def _is_writable(folder: Path) -> bool:
     """Whether a file can be made there, or the folder itself where it does not exist."""
-    while not folder.exists() and folder.parent != folder:
-        folder = folder.parent
     try:
+        while not folder.exists() and folder.parent != folder:  # raises where a folder above may not be looked into
+            folder = folder.parent
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError:
