@@ -32,10 +32,11 @@ class RecordWriter:
 
     def __init__(self, folder: Path) -> None:
         self.name = f"the record of the run in '{folder}'"
-        self._folder = folder
+        self._folder = folder.absolute()  # whoever changes the working directory in the middle of a run
         self._document: dict[str, Any] = {}
         self._before_s = self._before_decision_s = 0.0
         self._is_history_new = True
+        self._has_all_formats = True
 
     def started(self, info: RunInfo) -> None:
         """Writes ``run.json``, or goes on with it.
@@ -78,7 +79,9 @@ class RecordWriter:
         Args:
             reading: The run as it is.
         """
-        line = {name: getattr(reading, name) for name in _STEP_FIELDS} | {"formats": dict(reading.changed)}
+        formats = reading.changed if self._has_all_formats else reading.formats
+        self._has_all_formats = True
+        line = {name: getattr(reading, name) for name in _STEP_FIELDS} | {"formats": dict(formats)}
         line["elapsed_s"] = self._before_s + reading.elapsed_s
         _append(self._folder / STEPS, [{name: line[name] for name in RecordedStep.model_fields}])
         if reading.costs is not None:
@@ -133,6 +136,7 @@ class RecordWriter:
             unit: {name: cost.model_dump() for name, cost in formats.items()}
             for unit, formats in encoded(earlier.run.costs).items()
         }
+        self._has_all_formats = False  # lines that changed some may be among those that are made again
         for name in (HISTORY, STEPS):
             _end_line(self._folder / name)
 
