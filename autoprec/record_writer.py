@@ -35,6 +35,7 @@ class RecordWriter:
         self._folder = folder.absolute()  # whoever changes the working directory in the middle of a run
         self._document: dict[str, Any] = {}
         self._before_s = self._before_decision_s = 0.0
+        self._own_file: tuple[int, int] | None = None
         self._is_history_new = True
         self._has_all_formats = True
 
@@ -67,6 +68,7 @@ class RecordWriter:
         Args:
             decisions: New ones.
         """
+        self._check_own()
         if self._is_history_new:
             self._is_history_new = False
             write_whole(self._folder / HISTORY, _text(map(_plain, decisions)))
@@ -79,6 +81,7 @@ class RecordWriter:
         Args:
             reading: The run as it is.
         """
+        self._check_own()
         formats = reading.changed if self._has_all_formats else reading.formats
         self._has_all_formats = True
         line = {name: getattr(reading, name) for name in _STEP_FIELDS} | {"formats": dict(formats)}
@@ -94,6 +97,7 @@ class RecordWriter:
         Args:
             totals: How it ended.
         """
+        self._check_own()
         write_whole(self._folder / HISTORY, _text(map(_plain, totals.history)))
         totals = replace(
             totals,
@@ -142,6 +146,12 @@ class RecordWriter:
 
     def _write_run(self) -> None:
         write_json(self._folder / RUN, self._document, allow_nan=False)
+        self._own_file = _identity(self._folder / RUN)
+
+    def _check_own(self) -> None:
+        """Raises where another run has begun its record in the folder meanwhile: neither could be read."""
+        if _identity(self._folder / RUN) != self._own_file:
+            raise RuntimeError("another run writes its record there; give each run a folder of its own")
 
 
 def encoded(value: Any) -> Any:
@@ -155,6 +165,11 @@ def encoded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [encoded(entry) for entry in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

@@ -159,8 +159,18 @@ def test_what_a_later_version_may_write_is_shown_or_left_out(tmp_path: Path) -> 
     writer.started(info(formats={"0": "fp4", EVIL: "fp32"}))
     writer.progressed(reading(10, changed={"0": "fp4"}))
     writer.ended(RunTotals(ended="finished", window=10, applied=10, formats={"0": "fp4", EVIL: "fp32"}))
-    whole = Decision(1, "clip", None, math.inf, 1.0, 1.0, "applied", "why").to_dict() | {"before": "inf"}
-    wrong = [{"step": None}, {"step": "1"}, {"unit": 3}, {"reason": None}, {"applied": [1]}, {"knob": "new"}]
+    whole: dict[str, Any] = {
+        **Decision(1, "clip", None, math.inf, 1.0, 1.0, "applied", "why").to_dict(),
+        "before": "inf",
+    }
+    wrong: list[dict[str, Any]] = [
+        {"step": None},
+        {"step": "1"},
+        {"unit": 3},
+        {"reason": None},
+        {"applied": [1]},
+        {"knob": "new"},
+    ]
     rows = [whole, *(whole | each for each in wrong), [], 3]
     (tmp_path / "history.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (chart,) = [each for each in charts(build(tmp_path)) if each.title == "Formats over the run"]

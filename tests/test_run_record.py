@@ -9,8 +9,9 @@ import copy
 import errno
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,29 @@ def test_another_run_keeps_the_record_that_was_there(tmp_path: Path) -> None:
     assert read_record(tmp_path / "earlier-1").applied == 6
 
 
+def test_of_two_runs_at_once_in_a_folder_the_later_one_has_it(tmp_path: Path) -> None:
+    def totals(applied: int) -> RunTotals:
+        return RunTotals(ended="finished", window=20, applied=applied)
+
+    first, second = RecordWriter(tmp_path), RecordWriter(tmp_path)
+    first.started(INFO)
+    first.progressed(reading(5))
+    second.started(INFO)
+    late: list[Callable[[], None]] = [
+        partial(first.decided, [MOVE]),
+        partial(first.progressed, reading(10)),
+        partial(first.ended, totals(1)),
+    ]
+    for call in late:
+        with pytest.raises(RuntimeError, match="another run writes its record there; give each run a folder"):
+            call()
+    second.progressed(reading(6))
+    second.ended(totals(2))
+    record = read_record(tmp_path)
+    assert (record.applied, [step.window for step in record.steps], record.decisions) == (2, [6], ())
+    assert [step.window for step in read_record(tmp_path / "earlier-1").steps] == [5]
+
+
 def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path)
     writer.started(INFO)
@@ -270,7 +294,8 @@ def test_after_fit_the_callback_does_not_hold_the_trainer(tmp_path: Path) -> Non
 def test_a_metric_that_is_no_number_costs_nothing(tmp_path: Path) -> None:
     class Names(Plain):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.trainer.callback_metrics.update({"name": "text", "number": 3})
+            metrics: dict[str, Any] = self.trainer.callback_metrics
+            metrics.update(name="text", number=3)
             return super().training_step(batch, batch_idx)
 
     quiet(max_steps=4, callbacks=[callback(tmp_path)]).fit(Names(), loader())

@@ -146,12 +146,13 @@ def _thinned(events: Sequence[Event]) -> Sequence[Event]:
         return events
     windows = [event.window for event in events]
     begin, span = min(windows), max(windows) - min(windows) + 1
-    stretches = _MOST_COLUMNS
-    while True:
-        first = {(event.unit, (event.window - begin) * stretches // span): event for event in reversed(events)}
-        if len(first) <= _MOST_MARKS or stretches == 1:
-            return sorted(first.values(), key=lambda event: event.window)
-        stretches = max(stretches // 2, 1)
+    kept, stretches = sorted(events, key=lambda event: event.window), 512
+    while len(kept) > _MOST_MARKS and stretches:
+        first: dict[tuple[str, int], Event] = {}
+        for event in kept:
+            first.setdefault((event.unit, (event.window - begin) * stretches // span), event)
+        kept, stretches = list(first.values()), stretches // 2
+    return kept
 
 
 def _changes(record: RunRecord, units: Sequence[str]) -> Iterator[tuple[int, str, str]]:
