@@ -547,8 +547,7 @@ def _note_logged(trainer: Any, values: dict[str, float]) -> None:
     """Notes values as ``log_dict`` does."""
     for known in (trainer.callback_metrics, trainer.logged_metrics):
         _note(known, values)
-    if trainer.progress_bar_callback is not None:
-        trainer.progress_bar_metrics[BITS] = values[BITS]
+    trainer.progress_bar_metrics[BITS] = values[BITS]
 
 
 def _note(known: dict[str, Any], values: dict[str, float]) -> None:
