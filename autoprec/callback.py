@@ -26,8 +26,8 @@ from autoprec.controller import Controller, resolve_policy
 from autoprec.history import History
 from autoprec.installation import Installation
 from autoprec.knobs import KNOBS, steered_units
-from autoprec.listeners import check_record, listeners_for, write_history
-from autoprec.loggers import log_alive
+from autoprec.listeners import check_path, listeners_for, write_history
+from autoprec.loggers import others_log, take_back
 from autoprec.machine_load import MachineLoad
 from autoprec.map_file import save_map
 from autoprec.metric_names import BITS
@@ -104,11 +104,8 @@ class AutoPrecisionCallback(Callback):
     ) -> None:
         if isinstance(interval, bool) or not hasattr(interval, "__index__") or interval < 1:
             raise ValueError(f"Passed `AutoPrecisionCallback(interval={interval!r})`. `interval` must be an int >= 1.")
-        if not isinstance(history_file, (bool, str, Path)):
-            raise TypeError(
-                f"Passed `AutoPrecisionCallback(history_file={history_file!r})`. It must be a bool or a path."
-            )
-        check_record(record)
+        check_path("history_file", history_file)
+        check_path("record", record)
         # made here so that bad arguments raise at once; setup gives it the Trainer's plugin
         self.plugin = AutoPrecision(config=config, knobs=knobs, eval_precision=eval_precision)
         self._settings = self.plugin.settings
@@ -129,6 +126,7 @@ class AutoPrecisionCallback(Callback):
         self._last_decision = 0
         self._largest_rate = 0.0
         self._seen_samples = 0
+        self._logged_window = 0
         self._next_script = 0
         self._next_epoch = 0
         self._asking.end()
@@ -283,6 +281,7 @@ class AutoPrecisionCallback(Callback):
             self._apply(Answer(self._first_map, reasons), f"first map of policy {self.controller.name!r}")
             self._first_map = None
             steering.requests.warn_of_unknown_names()
+        self._logged_window = steering.window
         listeners = listeners_for(trainer, self.record)
         self._monitor = monitor_for(self.monitor, trainer, steering)
         if self._monitor is not None:
@@ -449,13 +448,20 @@ class AutoPrecisionCallback(Callback):
         if trainer.barebones or self._fit.window % max(log_interval(trainer), 1):
             return
         values, bits = metrics(self._fit), mean_bits(self._fit.knobs)
-        if log_alive(trainer, {**values, BITS: bits}):
+        # a row of autoprec's own is written past Lightning, which would end the training where a logger fails
+        if trainer.loggers and (self._feed.has_lost_a_logger or not others_log(trainer)):
+            take_back(trainer)
+            if log_interval(trainer) and self._fit.window != self._logged_window:
+                self._feed.log({**values, BITS: bits})
+            _note_logged(trainer, {**values, BITS: bits})
+            self._logged_window = self._fit.window
             return
+        self._logged_window = self._fit.window
         # the batch size has no effect here, but Lightning asks for one where `training_step` takes a `dataloader_iter`
         if trainer.loggers:
             self.log_dict(values, batch_size=1)
         else:  # what `log` does for loggers takes as long as a small step
-            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
+            _note(trainer.callback_metrics, values)
         if trainer.loggers or trainer.progress_bar_callback is not None:
             self.log(BITS, bits, prog_bar=True, batch_size=1)
         else:
@@ -535,3 +541,14 @@ class AutoPrecisionCallback(Callback):
                 f"The checkpoint was written under policy {state_dict['policy']!r}; {self.controller.name!r} starts"
                 " anew. The formats that it begins with are applied; what it leaves open stays as in the checkpoint."
             )
+
+
+def _note_logged(trainer: Any, values: dict[str, float]) -> None:
+    """Notes values as ``log_dict`` does."""
+    for known in (trainer.callback_metrics, trainer.logged_metrics):
+        _note(known, values)
+    trainer.progress_bar_metrics[BITS] = values[BITS]
+
+
+def _note(known: dict[str, Any], values: dict[str, float]) -> None:
+    known.update({name: torch.tensor(value) for name, value in values.items()})

@@ -6,6 +6,7 @@ callback is made, not here: a fault from here on must not end a training.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,27 @@ from autoprec.loggers import logger_listeners
 from autoprec.progress_reading import ProgressListener
 from autoprec.record_writer import RecordWriter
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a drive of Windows has one letter
 
-def check_record(record: Any) -> None:
-    """Refuses what is neither a bool nor a path.
+
+def check_path(name: str, value: Any) -> None:
+    """Refuses what is neither a bool nor a path on this machine.
+
+    Args:
+        name: Argument of the callback.
+        value: What was passed.
 
     Raises:
         TypeError: If it is something else.
+        ValueError: If it is a URL.
     """
-    if not isinstance(record, (bool, str, Path)):
-        raise TypeError(f"Passed `AutoPrecisionCallback(record={record!r})`. It must be a bool or a path.")
+    if not isinstance(value, (bool, str, Path)):
+        raise TypeError(f"Passed `AutoPrecisionCallback({name}={value!r})`. It must be a bool or a path.")
+    if not isinstance(value, bool) and _URL.match(str(value)):
+        raise ValueError(
+            f"Passed `AutoPrecisionCallback({name}={str(value)!r})`. It must be a path on this machine, not a URL; copy"
+            " what is written there when training has ended."
+        )
 
 
 def listeners_for(trainer: Any, record: bool | str | Path = False) -> list[ProgressListener]:
@@ -37,8 +50,8 @@ def listeners_for(trainer: Any, record: bool | str | Path = False) -> list[Progr
     if not trainer.is_global_zero:
         return []
     listeners = logger_listeners(trainer)
-    if record is not False:
-        folder = Path(trainer.log_dir or trainer.default_root_dir) / "autoprec" if record is True else Path(record)
+    folder = _place(trainer, "record", record, "autoprec")
+    if folder is not None:
         listeners.append(RecordWriter(folder))
     return listeners
 
@@ -51,11 +64,26 @@ def write_history(history: History, trainer: Any, history_file: bool | str | Pat
         trainer: The Trainer.
         history_file: ``True`` for ``autoprec.jsonl`` in its log folder, or a path.
     """
-    if history_file is False or not trainer.is_global_zero:
+    path = _place(trainer, "history_file", history_file, "autoprec.jsonl") if trainer.is_global_zero else None
+    if path is None:
         return
-    folder = Path(trainer.log_dir or trainer.default_root_dir)
-    path = folder / "autoprec.jsonl" if history_file is True else Path(history_file)
     try:
         history.to_jsonl(path)
     except OSError as error:
         rank_zero_warn(f"autoprec: the history could not be written to {str(path)!r}: {error}")
+
+
+def _place(trainer: Any, option: str, value: bool | str | Path, name: str) -> Path | None:
+    """Returns where an option has something written, ``None`` for nowhere."""
+    if not isinstance(value, bool):
+        return Path(value)
+    if not value:
+        return None
+    folder = str(trainer.log_dir or trainer.default_root_dir)
+    if not _URL.match(folder):
+        return Path(folder) / name
+    rank_zero_warn(
+        f"autoprec: nothing is written for `{option}=True`, because the log folder of the Trainer, {folder!r}, is not"
+        f" on this machine; the training goes on. Pass a path: `AutoPrecisionCallback({option}=...)`."
+    )
+    return None

@@ -65,6 +65,15 @@ class LoggerListener:
         self._log({**end_metrics(totals), **self.formats.shares()})
         self.log_end(totals)
 
+    def log_row(self, metrics: dict[str, float]) -> None:
+        """Logs a row as Lightning does, of values that belong to a step.
+
+        Args:
+            metrics: Values by name.
+        """
+        self.logger.log_metrics({**metrics, "epoch": self._trainer.current_epoch}, step=self.step)
+        self.logger.save()
+
     def _log(self, metrics: dict[str, float]) -> None:
         if metrics:
             self.logger.log_metrics(metrics, step=self.step)

@@ -70,30 +70,25 @@ def logger_listeners(trainer: Any) -> list[ProgressListener]:
     return listeners
 
 
-def log_alive(trainer: Any, values: dict[str, float]) -> bool:
-    """Logs past a run of Weights & Biases that the user has finished, which raises whenever it is logged to.
+def others_log(trainer: Any) -> bool:
+    """Whether a row goes to the loggers with the next step that Lightning logs, with or without values of autoprec.
 
     Args:
-        trainer: The Trainer.
-        values: Metrics by name.
-
-    Returns:
-        Whether there was such a run; where there is none, nothing was done.
+        trainer: The Trainer, in a training step.
     """
-    alive = [logger for logger in trainer.loggers if not _is_finished(logger)]
-    if len(alive) == len(trainer.loggers):
-        return False
-    step = int(trainer.fit_loop.epoch_loop._batches_that_stepped)
-    results = trainer._results  # keeps what was logged in the epoch so far, to be logged again with every batch
-    for key in [key for key, result in results.items() if result.meta.name in values]:
+    metas = (result.meta for result in trainer._results.values())
+    return any(meta.logger and meta.on_step and not meta.name.startswith(metric_names.PREFIX) for meta in metas)
+
+
+def take_back(trainer: Any) -> None:
+    """Takes what autoprec has logged in the epoch so far from what Lightning logs again with every such step.
+
+    Args:
+        trainer: The Trainer, in a training step.
+    """
+    results = trainer._results
+    for key in [key for key, result in results.items() if result.meta.name.startswith(metric_names.PREFIX)]:
         del results[key]
-    for logger in alive:
-        logger.log_metrics({**values, "epoch": trainer.current_epoch}, step=step)
-    return True
-
-
-def _is_finished(logger: Any) -> bool:
-    return bool(getattr(getattr(logger, "_experiment", None), "_is_finished", False))
 
 
 def _map_saver(trainer: Any) -> SaveMap:

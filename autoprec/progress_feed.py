@@ -12,8 +12,9 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -22,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from autoprec.cost_table import CostTable
 from autoprec.hardware import describe
+from autoprec.logger_listener import LoggerListener
 from autoprec.machine import circumstances, command_line
 from autoprec.machine_load import MachineLoad
 from autoprec.progress_reading import Costs, HowEnded, ProgressListener, ProgressReading, RunInfo, RunTotals, UnitInfo
@@ -51,7 +53,11 @@ def _harmless(method: Callable[Concatenate[ProgressFeed, P], None]) -> Callable[
 
 
 class ProgressFeed:
-    """Tells listeners how one fit goes; does nothing before ``start``, and nothing at all where there are none."""
+    """Tells listeners how one fit goes; does nothing before ``start``, and nothing at all where there are none.
+
+    Attributes:
+        has_lost_a_logger: Whether a logger has failed, so that it gets nothing more.
+    """
 
     _trainer: Any
     _steering: Steering
@@ -62,6 +68,8 @@ class ProgressFeed:
 
     def __init__(self) -> None:
         self._listeners: list[ProgressListener] = []
+        self._loggers: list[LoggerListener] = []
+        self.has_lost_a_logger = False
         self._begun_s = self._last_s = self._decision_begun_s = self._decision_s = 0.0
         self._step_s: deque[float] = deque(maxlen=_STEPS)
         self._seen_decisions = self._seen_losses = 0
@@ -89,6 +97,7 @@ class ProgressFeed:
         if not listeners:
             return
         self._listeners = list(listeners)
+        self._loggers = [listener for listener in listeners if isinstance(listener, LoggerListener)]
         self._trainer, self._steering = trainer, steering
         self._device = trainer.strategy.root_device
         self._load = MachineLoad(self._device)
@@ -129,6 +138,15 @@ class ProgressFeed:
         self._tell(lambda listener: listener.progressed(reading))
         self._last_s = time.monotonic()  # neither the decision nor the listeners belong to a step
 
+    def log(self, values: dict[str, float]) -> None:
+        """Logs a row of values to every logger that has not failed.
+
+        Args:
+            values: By name of the metric.
+        """
+        for logger in list(self._loggers):
+            self._try(logger, partial(logger.log_row, values))
+
     @_harmless
     def end(self, summary: Callable[[], str], error: BaseException | None = None) -> None:
         """Called when training has ended; a second call does nothing.
@@ -142,7 +160,8 @@ class ProgressFeed:
         self._tell_decisions()
         totals = self._totals(summary(), error)
         self._tell(lambda listener: listener.ended(totals))
-        self._listeners.clear()
+        self._loggers.clear()
+        self._forget()
 
     def give_up(self, error: Exception) -> None:
         """Called when the run could not be read: there will be no more reports.
@@ -151,7 +170,7 @@ class ProgressFeed:
             error: Why.
         """
         names = ", ".join(_name(listener) for listener in self._listeners)
-        self._listeners.clear()
+        self._forget()  # but loggers go on with the values of steps
         rank_zero_warn(
             f"autoprec: the run could not be read ({type(error).__name__}: {error}), so that {names or 'reports'} get"
             " nothing more; the training goes on."
@@ -166,16 +185,27 @@ class ProgressFeed:
         if new:
             self._tell(lambda listener: listener.decided(new))
 
+    def _forget(self) -> None:
+        """Lets go of the run, so that a callback that is kept or copied does not bring the Trainer with it."""
+        self._listeners.clear()
+        for name in ("_trainer", "_steering"):
+            self.__dict__.pop(name, None)
+
     def _tell(self, tell: Callable[[ProgressListener], None]) -> None:
         for listener in list(self._listeners):
-            try:
-                tell(listener)
-            except Exception as error:  # a report must not cost the run
-                self._listeners.remove(listener)
-                rank_zero_warn(
-                    f"autoprec: {_name(listener)} failed ({type(error).__name__}: {error}) and is off from here on; the"
-                    " training goes on."
-                )
+            self._try(listener, partial(tell, listener))
+
+    def _try(self, listener: ProgressListener, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # a report must not cost the run
+            self._listeners = [each for each in self._listeners if each is not listener]
+            self._loggers = [each for each in self._loggers if each is not listener]
+            self.has_lost_a_logger |= isinstance(listener, LoggerListener)
+            rank_zero_warn(
+                f"autoprec: {_name(listener)} failed ({type(error).__name__}: {error}) and is off from here on; the"
+                " training goes on."
+            )
 
     def _reading(self, now: float, decision_s: float) -> ProgressReading:
         trainer, steering, knobs = self._trainer, self._steering, self._steering.knobs
@@ -328,7 +358,8 @@ def _metrics(trainer: Any) -> dict[str, float]:
     values = {}
     for name, value in trainer.callback_metrics.items():
         if not name.startswith("autoprec/") and (not isinstance(value, torch.Tensor) or value.numel() == 1):
-            values[str(name)] = float(value)
+            with suppress(TypeError, ValueError, RuntimeError):  # of a text, or of a complex number
+                values[str(name)] = float(value)
     return values
 
 

@@ -32,10 +32,12 @@ class RecordWriter:
 
     def __init__(self, folder: Path) -> None:
         self.name = f"the record of the run in '{folder}'"
-        self._folder = folder
+        self._folder = folder.absolute()  # whoever changes the working directory in the middle of a run
         self._document: dict[str, Any] = {}
         self._before_s = self._before_decision_s = 0.0
+        self._own_file: tuple[int, int] | None = None
         self._is_history_new = True
+        self._has_all_formats = True
 
     def started(self, info: RunInfo) -> None:
         """Writes ``run.json``, or goes on with it.
@@ -66,6 +68,7 @@ class RecordWriter:
         Args:
             decisions: New ones.
         """
+        self._check_own()
         if self._is_history_new:
             self._is_history_new = False
             write_whole(self._folder / HISTORY, _text(map(_plain, decisions)))
@@ -78,7 +81,10 @@ class RecordWriter:
         Args:
             reading: The run as it is.
         """
-        line = {name: getattr(reading, name) for name in _STEP_FIELDS} | {"formats": dict(reading.changed)}
+        self._check_own()
+        formats = reading.changed if self._has_all_formats else reading.formats
+        self._has_all_formats = True
+        line = {name: getattr(reading, name) for name in _STEP_FIELDS} | {"formats": dict(formats)}
         line["elapsed_s"] = self._before_s + reading.elapsed_s
         _append(self._folder / STEPS, [{name: line[name] for name in RecordedStep.model_fields}])
         if reading.costs is not None:
@@ -91,6 +97,7 @@ class RecordWriter:
         Args:
             totals: How it ended.
         """
+        self._check_own()
         write_whole(self._folder / HISTORY, _text(map(_plain, totals.history)))
         totals = replace(
             totals,
@@ -133,11 +140,18 @@ class RecordWriter:
             unit: {name: cost.model_dump() for name, cost in formats.items()}
             for unit, formats in encoded(earlier.run.costs).items()
         }
+        self._has_all_formats = False  # lines that changed some may be among those that are made again
         for name in (HISTORY, STEPS):
             _end_line(self._folder / name)
 
     def _write_run(self) -> None:
         write_json(self._folder / RUN, self._document, allow_nan=False)
+        self._own_file = _identity(self._folder / RUN)
+
+    def _check_own(self) -> None:
+        """Raises where another run has begun its record in the folder meanwhile: neither could be read."""
+        if _identity(self._folder / RUN) != self._own_file:
+            raise RuntimeError("another run writes its record there; give each run a folder of its own")
 
 
 def encoded(value: Any) -> Any:
@@ -151,6 +165,11 @@ def encoded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [encoded(entry) for entry in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _as_dict(value: Any) -> dict[str, Any]:

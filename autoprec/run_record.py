@@ -196,8 +196,10 @@ def read_record(folder: str | Path) -> RunRecord:
             " `AutoPrecisionCallback(record=True)`."
         )
     run = _read_run(folder / RUN)
-    decisions, damaged_decisions = _lines(folder / HISTORY, Decision.from_dict)
+    decisions, damaged_decisions = _lines(folder / HISTORY, _decision)
     steps, damaged_steps = _lines(folder / STEPS, RecordedStep.model_validate)
+    if run.totals is not None:  # a resumed run may end before the place that it had come to before
+        steps = [step for step in steps if step.window <= run.totals.window]
     return RunRecord(
         folder=folder,
         run=run,
@@ -238,6 +240,20 @@ def _read_run(path: Path) -> RunFile:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the document"
         raise RecordError(f"`{path}` is no record of a run: {where}: {first['msg']}.") from error
+
+
+def _decision(data: Any) -> Decision:
+    decision = Decision.from_dict(data)
+    values = (decision.before, decision.requested, decision.applied)
+    is_whole = (
+        isinstance(decision.step, int)
+        and isinstance(decision.reason, str)
+        and isinstance(decision.unit, (str, type(None)))
+        and all(isinstance(value, (str, int, float, type(None))) for value in values)
+    )
+    if not is_whole:
+        raise TypeError("a field of another type")
+    return decision
 
 
 def _lines(path: Path, parse: Any) -> tuple[list[Any], int]:

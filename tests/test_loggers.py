@@ -218,6 +218,44 @@ def test_a_failing_logger_is_told_of_once_and_others_go_on() -> None:
     assert failing.steps("train_loss") == list(range(16))
 
 
+class Breaks(Noted):
+    """Takes some rows, then none."""
+
+    def __init__(self, good: int) -> None:
+        super().__init__()
+        self.good = good
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if len(self.rows) == self.good:
+            raise OSError("disk full")
+        super().log_metrics(metrics, step)
+
+
+@pytest.mark.parametrize("good", [0, 1, 2, 8])
+def test_a_failing_logger_does_not_end_a_training_that_logs_nothing_itself(good: int) -> None:
+    failing, noted = Breaks(good), Noted()
+    with pytest.warns(UserWarning, match=r"logging to Breaks failed \(OSError: disk full\) and is off") as caught:
+        trainer = trained([failing, noted], moving(), Plain())
+    assert len([each for each in caught if "Breaks" in str(each.message)]) == 1
+    assert trainer.global_step == 16
+    assert len(failing.rows) == good
+    assert noted.steps(metric_names.BITS) == list(range(16))
+
+
+def test_rows_of_a_module_that_logs_nothing_are_those_of_one_that_does() -> None:
+    def rows(module: Any, **options: Any) -> tuple[list[Any], set[str], set[str]]:
+        logger = Noted()
+        trainer = trained(logger, moving(), module, **options)
+        of_steps = [(step, set(row) - {"train_loss"}) for step, row in logger.rows if metric_names.BITS in row]
+        return of_steps, set(trainer.logged_metrics), set(trainer.callback_metrics)
+
+    for options in ({}, {"log_every_n_steps": 3}, {"accumulate_grad_batches": 2}, {"log_every_n_steps": 0}):
+        theirs, own = rows(Logs(), **options), rows(Plain(), **options)
+        assert theirs[0] == own[0]
+        assert theirs[1] - {"train_loss", "epoch"} == own[1] - {"epoch"}
+        assert theirs[2] - {"train_loss"} == own[2]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
 def test_a_run_that_breaks_leaves_its_tables(tmp_path: Path, error: BaseException) -> None:
     class Break(Callback):

@@ -147,6 +147,17 @@ def test_name_of_the_run(tmp_path: Path, run: str | None) -> None:
     assert labels == {"run": run or "digits/version_3", "device": "cpu"}
 
 
+def test_names_that_are_no_text_are_shown(tmp_path: Path) -> None:
+    class Odd(Lin):
+        __qualname__ = "Net\udce8"
+
+    callback, scraper = watched(monitor=MonitorConfig())
+    cpu(callbacks=[callback, scraper], logger=CSVLogger(tmp_path, name="", version="caf\udce9")).fit(Odd(64, 8))
+    (labels,) = scraper.seen.all("run_info")
+    assert labels["run"] == "caf\\udce9"
+    assert labels["model"] == "Net\\udce8"
+
+
 @pytest.mark.parametrize("knobs", [(), ("precision", "loss_scale", "clip")])
 def test_training_is_the_same(knobs: tuple[str, ...]) -> None:
     def run(**options: Any) -> Any:

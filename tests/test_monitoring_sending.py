@@ -56,6 +56,19 @@ def fit(*callbacks: Callback) -> None:
     assert not our_threads()
 
 
+def test_a_run_that_changes_its_folder_writes_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moves(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                (tmp_path / "elsewhere").mkdir()
+                monkeypatch.chdir(tmp_path / "elsewhere")
+
+    monkeypatch.chdir(tmp_path)
+    fit(AutoPrecisionCallback(verbose=False, monitor=MonitorConfig(port=None, textfile="run.prom")), Moves())
+    assert "autoprec_running" in (tmp_path / "run.prom").read_text()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 class Wait(Callback):
     """Waits once for something that another thread does."""
 

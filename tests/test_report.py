@@ -6,6 +6,7 @@ Time budget: 15 s.
 from __future__ import annotations
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,12 +14,15 @@ from typing import Any
 
 import pytest
 
+from autoprec import Decision
+from autoprec.progress_reading import RunTotals
+from autoprec.record_writer import RecordWriter
 from autoprec.report import Prices, Report, ReportError, build, write_html
-from autoprec.report.charts import format_map
+from autoprec.report.charts import Line, format_map, lines
 from autoprec.report.page_data import Chart, Code, Table, Text, finite
 from autoprec.report.timeline import timeline_of
 from autoprec.run_record import read_record
-from tests.report_data import EVIL, GUARD, comparison, cost, record, sweep
+from tests.report_data import EVIL, GUARD, comparison, cost, info, reading, record, sweep
 
 PRICES = Prices(per_hour=36.0, energy=0.5, currency="EUR")
 
@@ -115,6 +119,73 @@ def test_no_saving_is_claimed_without_costs(tmp_path: Path) -> None:
     assert [row[0].text for row in table.rows][-1].startswith("of it decisions")
     assert "No saving is shown: costs of formats were not measured" in said.lines[0]
     assert "No price was given" in said.lines[-1]
+
+
+def test_a_long_run_of_a_large_model_makes_a_page_of_bounded_size(tmp_path: Path) -> None:
+    units = [f"blocks.{number}" for number in range(300)]
+    writer = RecordWriter(tmp_path)
+    writer.started(info(units))
+    guards = [Decision(n, "precision", units[n % 300], "fp16", "fp32", "fp32", "applied", GUARD) for n in range(6000)]
+    refused = [
+        Decision(n, "clip", None, 1.0, float(n if n < 300 else 7), 1.0, "refused", f"{n if n < 300 else 7} is no good")
+        for n in range(600)
+    ]
+    writer.decided([*guards, *refused])
+    for window in range(10, 1010, 10):
+        writer.progressed(reading(window, overflows=dict.fromkeys(units, 1)))
+    report = build(tmp_path)
+    (chart,) = [each for each in charts(report) if each.title == "Formats over the run"]
+    marks = {str(trace.get("name")).split(",")[0]: trace for trace in chart.figure["data"]}
+    for name in ("raised by the guard", "output overflowed"):
+        assert len(marks[name]["x"]) <= 4000
+        assert set(marks[name]["y"]) == set(units)
+        assert " of 6,000" in marks[name]["name"] or " of 30,000" in marks[name]["name"]
+    said = texts(report, "refused")
+    assert said.count("is no good") == 200
+    assert "7 is no good 301 times" in said
+
+
+def test_a_long_line_keeps_its_spikes_and_gaps() -> None:
+    values: list[float | None] = [1.0] * 50_000
+    values[12_345], values[23_456], values[34_567] = 1e6, -1e6, None
+    (trace,) = lines([Line(name="loss", x=list(range(50_000)), y=values)], "window", "loss")["data"]
+    assert len(trace["x"]) < 4000
+    assert trace["x"] == sorted(trace["x"])
+    assert {(12_345, 1e6), (23_456, -1e6), (34_567, None)} <= set(zip(trace["x"], trace["y"], strict=True))
+
+
+def test_what_a_later_version_may_write_is_shown_or_left_out(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path)
+    writer.started(info(formats={"0": "fp4", EVIL: "fp32"}))
+    writer.progressed(reading(10, changed={"0": "fp4"}))
+    writer.ended(RunTotals(ended="finished", window=10, applied=10, formats={"0": "fp4", EVIL: "fp32"}))
+    whole: dict[str, Any] = {
+        **Decision(1, "clip", None, math.inf, 1.0, 1.0, "applied", "why").to_dict(),
+        "before": "inf",
+    }
+    wrong: list[dict[str, Any]] = [
+        {"step": None},
+        {"step": "1"},
+        {"unit": 3},
+        {"reason": None},
+        {"applied": [1]},
+        {"knob": "new"},
+    ]
+    rows = [whole, *(whole | each for each in wrong), [], 3]
+    (tmp_path / "history.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (chart,) = [each for each in charts(build(tmp_path)) if each.title == "Formats over the run"]
+    assert {"fp4", "fp32"} <= {trace.get("name") for trace in chart.figure["data"]}
+    found = read_record(tmp_path)
+    assert len(found.decisions) == 1
+    assert found.damaged_lines == len(rows) - 1
+
+
+def test_a_command_that_is_no_text_is_reported(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path)
+    writer.started(info(command="python caf\udce9.py"))
+    writer.ended(RunTotals(ended="finished"))
+    page = write_html(build(tmp_path), tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "python caf\\udce9.py" in page
 
 
 def test_the_log_folder_will_do(tmp_path: Path) -> None:

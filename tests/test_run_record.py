@@ -5,17 +5,20 @@ Time budget: 15 s.
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from autoprec import Action, AutoPrecisionCallback, Decision, ScriptedController
 from autoprec.progress_reading import ProgressReading, RunInfo, RunTotals, UnitInfo
@@ -171,6 +174,29 @@ def test_another_run_keeps_the_record_that_was_there(tmp_path: Path) -> None:
     assert read_record(tmp_path / "earlier-1").applied == 6
 
 
+def test_of_two_runs_at_once_in_a_folder_the_later_one_has_it(tmp_path: Path) -> None:
+    def totals(applied: int) -> RunTotals:
+        return RunTotals(ended="finished", window=20, applied=applied)
+
+    first, second = RecordWriter(tmp_path), RecordWriter(tmp_path)
+    first.started(INFO)
+    first.progressed(reading(5))
+    second.started(INFO)
+    late: list[Callable[[], None]] = [
+        partial(first.decided, [MOVE]),
+        partial(first.progressed, reading(10)),
+        partial(first.ended, totals(1)),
+    ]
+    for call in late:
+        with pytest.raises(RuntimeError, match="another run writes its record there; give each run a folder"):
+            call()
+    second.progressed(reading(6))
+    second.ended(totals(2))
+    record = read_record(tmp_path)
+    assert (record.applied, [step.window for step in record.steps], record.decisions) == (2, [6], ())
+    assert [step.window for step in read_record(tmp_path / "earlier-1").steps] == [5]
+
+
 def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path)
     writer.started(INFO)
@@ -223,6 +249,75 @@ def test_a_folder_that_cannot_be_made_costs_the_record_only(tmp_path: Path) -> N
     with pytest.warns(UserWarning, match="the training goes on"):
         module = fit(tmp_path / "file" / "record")
     assert module.trainer.global_step == 30
+
+
+def test_a_log_folder_that_is_not_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Remote(DummyLogger):
+        save_dir = "s3://bucket/runs"
+
+    monkeypatch.chdir(tmp_path)
+    autoprec = AutoPrecisionCallback(verbose=False, record=True, history_file=True)
+    with pytest.warns(UserWarning, match="nothing is written for `(record|history_file)=True`") as said:
+        quiet(max_steps=4, callbacks=[autoprec], logger=Remote()).fit(Plain(), loader())
+    assert len([each for each in said if "'s3://bucket/runs', is not on this machine" in str(each.message)]) == 2
+    assert autoprec.applied_steps == 4
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", Path("gs://bucket/run"), "file:///tmp/run"])
+def test_refuses_urls(path: str | Path) -> None:
+    for option in ("record", "history_file"):
+        with pytest.raises(ValueError, match=rf"{option}='.*'\)`. It must be a path on this machine, not a URL"):
+            AutoPrecisionCallback(**{option: path})  # type: ignore[arg-type]
+
+
+def test_a_run_that_changes_its_folder_keeps_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moves(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 10:
+                (tmp_path / "elsewhere").mkdir()
+                monkeypatch.chdir(tmp_path / "elsewhere")
+
+    monkeypatch.chdir(tmp_path)
+    fit(Path("record"), callbacks=[Moves()])
+    assert read_record(tmp_path / "record").applied == 30
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_after_fit_the_callback_does_not_hold_the_trainer(tmp_path: Path) -> None:
+    autoprec = callback(tmp_path)
+    quiet(max_steps=4, callbacks=[autoprec]).fit(Plain(), loader())
+    assert "_trainer" not in vars(autoprec._feed)
+    assert copy.deepcopy(autoprec).applied_steps == 4
+
+
+def test_a_metric_that_is_no_number_costs_nothing(tmp_path: Path) -> None:
+    class Names(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            metrics: dict[str, Any] = self.trainer.callback_metrics
+            metrics.update(name="text", number=3)
+            return super().training_step(batch, batch_idx)
+
+    quiet(max_steps=4, callbacks=[callback(tmp_path)]).fit(Names(), loader())
+    totals = read_record(tmp_path).totals
+    assert totals is not None
+    assert totals.metrics == {"number": 3.0}
+
+
+def test_a_resumed_run_says_all_formats_and_only_what_it_has_come_to(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path)
+    writer.started(INFO)
+    writer.progressed(reading(5))
+    writer.progressed(reading(10, changed={"a": "bf16"}))
+    again = RecordWriter(tmp_path)
+    again.started(replace(INFO, window=8, formats={"a": "bf16", "b": "fp32"}))  # of a decision at window 7
+    again.progressed(reading(9, formats={"a": "bf16", "b": "fp32"}))
+    assert read_record(tmp_path).formats == {"a": "bf16", "b": "fp32"}
+    again.progressed(reading(20))
+    third = RecordWriter(tmp_path)
+    third.started(replace(INFO, window=8))
+    third.ended(RunTotals(ended="finished", window=9, applied=9))
+    assert [step.window for step in read_record(tmp_path).steps] == [5, 9]
 
 
 def test_refuses_what_is_no_path() -> None:

@@ -140,7 +140,16 @@ def samples(values: RunValues) -> Samples:
     known = (*_run_samples(values), *_step_samples(values), *_reading_samples(values), *_unit_samples(values))
     for name, labels, value in known:
         if value is not None and not math.isnan(value):
-            yield name, labels, float(value)
+            yield name, tuple(map(as_label, labels)), float(value)
+
+
+def as_label(text: str) -> str:
+    """Returns a text as UTF-8 can hold it: names of files may have bytes in them that are no text.
+
+    Args:
+        text: The text.
+    """
+    return text.encode(errors="backslashreplace").decode()
 
 
 _Maybe = Iterator[tuple[str, tuple[str, ...], float | None]]

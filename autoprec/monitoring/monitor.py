@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from autoprec.history import Decision
 from autoprec.monitoring.config import PORT_VARIABLE, MonitorConfig, from_environment
-from autoprec.monitoring.metrics import RUN_LABELS, RunValues
+from autoprec.monitoring.metrics import RUN_LABELS, RunValues, as_label
 from autoprec.monitoring.values import StepReader
 from autoprec.progress_reading import ProgressReading, RunInfo, RunTotals
 from autoprec.steering import Steering
@@ -69,7 +69,7 @@ class Monitor:
         from autoprec.monitoring.collector import RunCollector, step_histogram
 
         device = self._trainer.strategy.root_device
-        labels = (self._config.run or run_name(self._trainer, info.model), str(device))
+        labels = (as_label(self._config.run or run_name(self._trainer, info.model)), str(device))
         self._values = RunValues(info, self._config.max_units, started_at=time.time())
         self._values.step, self._values.progress = self._reader.read(), progress(self._trainer)
         registry = CollectorRegistry()

@@ -33,6 +33,7 @@ class Sender:
         self._config = config
         self._registry = registry
         self._labels = dict(labels)
+        self._textfile = Path(config.textfile or "").absolute()  # whoever changes the working directory meanwhile
         self._faults: dict[str, str] = {}
         self._told: set[str] = set()
         self._is_closing = threading.Event()
@@ -60,7 +61,7 @@ class Sender:
         push_to_gateway(str(self._config.push_url), JOB, self._registry, self._labels, timeout=_TIMEOUT_S)
 
     def _write(self) -> None:
-        path = Path(str(self._config.textfile))
+        path = self._textfile
         with suppress(FileExistsError):
             path.parent.mkdir(parents=True, exist_ok=True)
         write_to_textfile(str(path), self._registry)

@@ -7,8 +7,9 @@ Fonts, paper and grids are the page's. Text in figures may hold marks of HTML, s
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoprec.formats import FORMATS
@@ -23,6 +24,7 @@ STATIC = (BLUE, ORANGE, SKY, PURPLE, RED, GREY)
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _ROW_PX, _LEAST_PX, _MOST_PX, _AROUND_PX = 20, 150, 1400, 120
 _LONGEST_NAME = 26
+_MOST_POINTS = 3000  # of a line: more than a screen has columns, and a page of them opens at once
 
 Numbers = Sequence[float | int | None]
 
@@ -78,7 +80,7 @@ def lines(
         starts_at_0: Whether it starts at 0.
     """
     traces: list[dict[str, Any]] = []
-    for line in lines_:
+    for line in map(_thinned, lines_):
         if line.low is not None and line.high is not None:
             traces.append(_band(line, line.low, line.high))
         is_sparse = len(line.x) <= 40
@@ -106,6 +108,26 @@ def lines(
         y_axis["rangemode"] = "tozero"
     layout = {"xaxis": {"title": {"text": escape(x_title)}}, "yaxis": y_axis, "showlegend": len(lines_) > 1}
     return {"data": traces, "layout": layout}
+
+
+def _thinned(line: Line) -> Line:
+    """Returns a line of few points: of each stretch the least and the largest value, and where the line breaks."""
+    count = len(line.x)
+    if count <= _MOST_POINTS or line.low is not None:
+        return line
+    size = math.ceil(count / (_MOST_POINTS // 3))
+    kept: list[int] = []
+    for begin in range(0, count, size):
+        known, breaks = {}, []
+        for at in range(begin, min(begin + size, count)):
+            value = line.y[at]
+            if value is None or not math.isfinite(value):
+                breaks.append(at)
+            else:
+                known[at] = value
+        ends = {min(known, key=known.__getitem__), max(known, key=known.__getitem__)} if known else set()
+        kept += sorted(ends.union(breaks[:1]))
+    return replace(line, x=[line.x[at] for at in kept], y=[line.y[at] for at in kept])
 
 
 def _band(line: Line, low: Numbers, high: Numbers) -> dict[str, Any]:
@@ -264,7 +286,8 @@ def format_map(
         marks: Events on top of it.
     """
     names = [escape(row) for row in rows]
-    used = [name for name in FORMATS if any(name in row for row in cells)]
+    there = {name for row in cells for name in row if name is not None}
+    used = [*(name for name in FORMATS if name in there), *sorted(there - FORMATS.keys())]  # of a later version
     index = {name: position for position, name in enumerate(used)}
     most = max(len(used), 1)
     scale = [

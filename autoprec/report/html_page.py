@@ -24,7 +24,8 @@ def write_html(report: Report, path: str | Path) -> Path:
         ModuleNotFoundError: If the ``report`` extra is not installed.
     """
     path = Path(path)
-    content = to_html(report).encode()
+    # a command line may hold bytes that are no text, which Python reads as halves of characters
+    content = to_html(report).encode(errors="backslashreplace")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, content)
     return path

@@ -16,6 +16,7 @@ from autoprec.run_record import UNOFFERED, RunRecord
 WINDOW = "optimizer window"
 _MOST_DECISIONS = 500
 _MOST_UNITS = 200
+_MOST_REASONS = 200
 _WIDE = 50.0
 
 
@@ -162,7 +163,9 @@ def refused_table(record: RunRecord) -> Table | None:
         record: The record.
     """
     rows = []
-    for (what, requested, reason), units in _grouped(record.refused).items():
+    groups = _grouped(record.refused)
+    shown = set(sorted(groups, key=lambda group: -len(groups[group]))[:_MOST_REASONS])
+    for (what, requested, reason), units in ((group, units) for group, units in groups.items() if group in shown):
         named = sorted({unit for unit in units if unit is not None})
         where = listed(named, 4) if named else what.replace("_", " ")
         times = len(units)
@@ -177,7 +180,10 @@ def refused_table(record: RunRecord) -> Table | None:
         rows.append((Cell(text=listed(names, 4)), Cell(text="any format"), Cell(text=f"left alone: {reason}")))
     for knob, reason in record.info.masked.items():
         rows.append((Cell(text=f"the {knob.replace('_', ' ')} knob"), Cell(text="any change"), Cell(text=reason)))
-    return Table(columns=("where", "asked for", "why not"), rows=tuple(rows), left=(1, 2)) if rows else None
+    left_out = f"The {_MOST_REASONS} most frequent of {len(groups):,} reasons." if len(groups) > len(shown) else ""
+    if not rows:
+        return None
+    return Table(columns=("where", "asked for", "why not"), rows=tuple(rows), caption=left_out, left=(1, 2))
 
 
 def _grouped(decisions: Sequence[Decision]) -> dict[tuple[str, str, str], list[str | None]]:

@@ -11,7 +11,9 @@ from autoprec.report.page_data import Chart
 from autoprec.report.wording import count
 from autoprec.run_record import RunRecord
 
-_MOST_COLUMNS = 400
+_MOST_COLUMNS, _LEAST_COLUMNS = 400, 20
+_MOST_CELLS = 400_000  # of units times columns
+_MOST_MARKS = 4000
 _SKIPPED, _ROLLBACKS = "steps skipped", "rollbacks"
 
 
@@ -71,7 +73,8 @@ def timeline_of(record: RunRecord) -> Timeline | None:
     known = [step.window for step in record.steps] + [decision.step for decision in record.decisions]
     end = max([begin + 1, *known, *([record.totals.window] if record.totals is not None else [])])
     changes = sorted(_changes(record, units), key=lambda change: change[0])
-    edges = _edges(begin, end, [window for window, _, _ in changes])
+    columns_at_most = max(min(_MOST_COLUMNS, _MOST_CELLS // len(units)), _LEAST_COLUMNS)
+    edges = _edges(begin, end, [window for window, _, _ in changes], columns_at_most)
     formats, columns, position = dict(record.info.formats), [], 0
     for edge in edges[:-1]:
         while position < len(changes) and changes[position][0] <= edge:
@@ -125,13 +128,31 @@ def timeline_chart(timeline: Timeline, title: str = "Formats over the run") -> C
 
 
 def _marks(name: str, events: Sequence[Event], symbol: str, row: str | None = None) -> Marks:
+    drawn = _thinned(events)
+    if len(drawn) < len(events):
+        name += f", {len(drawn):,} of {len(events):,}"
     return Marks(
         name=name,
-        windows=[event.window for event in events],
-        rows=[row or event.unit for event in events],
-        texts=[event.text for event in events],
+        windows=[event.window for event in drawn],
+        rows=[row or event.unit for event in drawn],
+        texts=[event.text for event in drawn],
         symbol=symbol,
     )
+
+
+def _thinned(events: Sequence[Event]) -> Sequence[Event]:
+    """Returns the first event of each unit in each stretch of windows, which is as long as it takes to have few."""
+    if len(events) <= _MOST_MARKS:
+        return events
+    windows = [event.window for event in events]
+    begin, span = min(windows), max(windows) - min(windows) + 1
+    kept, stretches = sorted(events, key=lambda event: event.window), 512
+    while len(kept) > _MOST_MARKS and stretches:
+        first: dict[tuple[str, int], Event] = {}
+        for event in kept:
+            first.setdefault((event.unit, (event.window - begin) * stretches // span), event)
+        kept, stretches = list(first.values()), stretches // 2
+    return kept
 
 
 def _changes(record: RunRecord, units: Sequence[str]) -> Iterator[tuple[int, str, str]]:
@@ -146,8 +167,8 @@ def _changes(record: RunRecord, units: Sequence[str]) -> Iterator[tuple[int, str
                 yield step.window, unit, name
 
 
-def _edges(begin: int, end: int, windows: Sequence[int]) -> list[int]:
-    least = max((end - begin) // _MOST_COLUMNS, 1)
+def _edges(begin: int, end: int, windows: Sequence[int], most: int) -> list[int]:
+    least = max((end - begin) // most, 1)
     edges = [begin]
     for window in sorted(set(windows)):
         if window - edges[-1] >= least and window < end:
