@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -80,6 +81,9 @@ class Constraint(_Model):
     def _has_a_bound(self) -> Constraint:
         if self.min is None and self.max is None:
             raise ValueError("a constraint needs `min` or `max`, as `{name: peak_bytes, max: 2e9}`.")
+        low, high = -math.inf if self.min is None else self.min, math.inf if self.max is None else self.max
+        if not low <= high:
+            raise ValueError(f"passed min {self.min} and max {self.max}, which no figure keeps to. Write min <= max.")
         return self
 
     def excess(self, value: float) -> float:
@@ -314,7 +318,7 @@ def load_config(path: str | Path, **changes: Any) -> SweepConfig:
     path = Path(path)
     try:
         document = load_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # a day that no month has is a ValueError
         raise SweepError(f"Cannot read `{path}`: {error}") from error
     if not isinstance(document, dict):
         raise SweepError(f"`{path}` holds no settings. Write `target: train.py:build`, and see docs/sweep.md.")
@@ -334,8 +338,11 @@ def checked_config(document: Mapping[str, Any], source: str = "The sweep", folde
     """
     try:
         config = SweepConfig.model_validate(dict(document))
+        config.identity()
     except ValidationError as error:
         raise SweepError(f"{source} is not a sweep.\n{_said(error)}") from error
+    except (ValueError, RecursionError) as error:  # an alias of YAML that holds itself
+        raise SweepError(f"{source} is not a sweep: {error}. Write values that JSON can hold.") from error
     if folder is not None and (found := _beside(config.target, folder)) is not None:
         config = config.model_copy(update={"target": found})
     try:
