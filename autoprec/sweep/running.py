@@ -17,9 +17,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from autoprec.compare.session import digests
 from autoprec.json_files import read_json, write_whole
-from autoprec.sweep.config import SweepConfig, SweepError, checked_config, load_config
+from autoprec.sweep.config import SweepConfig, SweepError
 from autoprec.sweep.launchers import Launcher, UserError, WorkerError, make_launcher
 from autoprec.sweep.progress import show_sweep
+from autoprec.sweep.reading import checked_config, load_config
 from autoprec.sweep.results import SweepResult, collect, write_results
 from autoprec.sweep.space import load_yaml
 from autoprec.sweep.storage import quiet_optuna
