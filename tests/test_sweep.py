@@ -23,9 +23,9 @@ import sqlalchemy
 from optuna.trial import TrialState
 
 from autoprec.sweep import SweepConfig, SweepError, SweepResult, storage
-from autoprec.sweep.config import checked_config
 from autoprec.sweep.measure import FailedTrialError, Measured, OnProgress, Progress, TrialSpec, UnusableError
 from autoprec.sweep.outcome import complete, write_outcome
+from autoprec.sweep.reading import checked_config
 from autoprec.sweep.results import collect, pareto_front, write_results
 from autoprec.sweep.studies import SweepStudy, is_lost
 from autoprec.sweep.worker import SweepWorker

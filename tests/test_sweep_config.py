@@ -15,9 +15,10 @@ import yaml
 from autoprec import AutoPrecisionCallback, AutoPrecisionConfig, ClipConfig, RuleConfig
 from autoprec.compare.targets import Target
 from autoprec.sweep import SweepConfig, SweepError, load_config
-from autoprec.sweep.config import Constraint, Objective, checked_config
+from autoprec.sweep.config import Constraint, Objective
 from autoprec.sweep.options import OptionError, as_init_args, callback_arguments, default_of
 from autoprec.sweep.plan import make_plan, start_params, trial_arm, trial_target, word_of
+from autoprec.sweep.reading import checked_config
 from autoprec.sweep.space import Dimension, load_yaml
 from tests.compared import write_training
 

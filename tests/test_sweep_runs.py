@@ -27,7 +27,7 @@ from autoprec.map_file import load_map
 from autoprec.run_record import read_record
 from autoprec.sweep import SweepInterruptedError, TrialRecord, run
 from autoprec.sweep.best_config import best_document, write_best
-from autoprec.sweep.config import checked_config
+from autoprec.sweep.reading import checked_config
 from autoprec.sweep.results import SweepResult
 from tests.compared import run_beside_another, write_training
 from tests.small_fits import Full, callback_of, loader

@@ -125,6 +125,10 @@ class Worker:
         assert isinstance(reply, kind), f"{self.name}: expected {kind.__name__}, got {reply!r}"
         return reply
 
+    def end(self) -> None:
+        """Ends the process from another thread; who waits for a reply hears that it is gone."""
+        self._process.kill()
+
     def kill(self) -> None:
         """Ends the process, whatever it does; SIGTERM would not, because Lightning only takes note of it."""
         self._connection.close()

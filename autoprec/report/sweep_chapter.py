@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def sweep_chapter(sweep: Sweep, folder: Path, best_yaml: str | None, sweep_yaml:
     refused = _unusable_table(sweep.trials)
     blocks.add("refused", "Trials without a result, and why", refused)
     asked = None if sweep_yaml is None else Code(text=sweep_yaml, title="sweep.yaml")
-    command = Code(text=f"autoprec sweep {folder.name}/sweep.yaml", title="Command")
+    command = Code(text=f"autoprec sweep {shlex.quote(str(folder / 'sweep.yaml'))}", title="Command")
     blocks.add("again", "To run it again", command, asked)
     states = [trial.state for trial in sweep.trials]
     return Chapter(

@@ -15,7 +15,8 @@ if _missing:
         name=_missing[0],
     )
 
-from autoprec.sweep.config import SweepConfig, SweepError, load_config  # noqa: E402
+from autoprec.sweep.config import SweepConfig, SweepError  # noqa: E402
+from autoprec.sweep.reading import load_config  # noqa: E402
 from autoprec.sweep.results import SweepResult, TrialRecord  # noqa: E402
 from autoprec.sweep.running import SweepInterruptedError, run  # noqa: E402
 

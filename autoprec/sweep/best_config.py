@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,18 @@ def write_best(config: SweepConfig, result: SweepResult) -> None:
         config: The sweep.
         result: What it gave.
     """
-    for name in (BEST_FILE, BEST_MAP):
-        (config.out / name).unlink(missing_ok=True)
     if result.best is None:
+        for name in (BEST_FILE, BEST_MAP):
+            (config.out / name).unlink(missing_ok=True)
         return
     document, notes = best_document(config, result.best)
     head = "".join(f"# {note}\n" for note in [f"{result.message} (autoprec {__version__})", *notes])
     write_whole(config.out / BEST_FILE, (head + yaml.safe_dump(document, sort_keys=False)).encode())
     final_map = config.out / "trials" / str(result.best.number) / MAP_FILE
     if final_map.is_file():
-        shutil.copyfile(final_map, config.out / BEST_MAP)
+        write_whole(config.out / BEST_MAP, final_map.read_bytes())
+    else:
+        (config.out / BEST_MAP).unlink(missing_ok=True)
 
 
 def best_document(config: SweepConfig, best: TrialRecord) -> tuple[dict[str, Any], list[str]]:
@@ -59,7 +60,7 @@ def best_document(config: SweepConfig, best: TrialRecord) -> tuple[dict[str, Any
     elif plan.arguments:
         words = " ".join(f"{name}={word_of(value)}" for name, value in plan.arguments.items())
         notes.append(f"with these arguments of `{config.target}`: {words}")
-    trainer = document.setdefault("trainer", {})
+    trainer = document["trainer"] = document.get("trainer") or {}  # `trainer:` with nothing below it is a None
     if plan.is_static:
         _set_static(trainer, plan.arm, notes)
     else:
@@ -103,8 +104,19 @@ def _init_args(config: SweepConfig, plan: TrialPlan, best: TrialRecord) -> dict[
 
 def _set(document: dict[str, Any], path: list[str], value: Any) -> None:
     for part in path[:-1]:
+        document = _settings_of(document, part)
         inner = document.get(part)
         if not isinstance(inner, dict):
             inner = document[part] = {}
         document = inner
-    document[path[-1]] = value
+    _settings_of(document, path[-1])[path[-1]] = value
+
+
+def _settings_of(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """Where a setting is: LightningCLI takes `--model.width` for `--model.init_args.width`, but not in a file."""
+    if "class_path" not in document or name in ("class_path", "init_args", "dict_kwargs"):
+        return document
+    if not isinstance(document.get("init_args"), dict):
+        document["init_args"] = {}
+    inner: dict[str, Any] = document["init_args"]
+    return inner

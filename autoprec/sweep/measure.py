@@ -6,11 +6,13 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import TIMEOUT_MAX, Timer
 from typing import Any
 
 from autoprec.compare.arms import Arm
@@ -30,6 +32,7 @@ SKIPPED = "skipped_steps"
 _DIVERGED = ("NonFiniteTrainingError", "DivergedTrainingError")
 _GIVEN_UP = 50
 _WARMUP = 10
+_LATE_S = 0.1
 
 
 class UnusableError(Exception):
@@ -147,14 +150,41 @@ def _train_seed(
         reference = RunUnderWay(spec.reference, seed, spec.reference.name)
         jobs.append(_job(spec, spec.reference, seed, f"reference-{LOG_FILE}"))
     try:
-        with open_workers(jobs) as workers:
+        with open_workers(jobs) as workers, _ending(workers, ends):
             runs = dict(zip(workers, [own] if reference is None else [own, reference], strict=True))
             _take_all_turns(spec, runs, seed, ends, before, on_progress)
     except RunError as error:
+        if time.monotonic() > ends:
+            raise _took_too_long(spec, before + len(own.step_s)) from error
         raise _ended(own, error) from error
     finally:
         shutil.rmtree(spec.folder / "work", ignore_errors=True)
     return own, reference
+
+
+@contextmanager
+def _ending(workers: Sequence[Worker], ends: float) -> Iterator[None]:
+    """Ends the processes when the time is up, also those that hang in the user's code."""
+    if math.isinf(ends):
+        yield
+        return
+
+    def end() -> None:
+        for worker in workers:
+            worker.end()
+
+    timer = Timer(min(max(0.0, ends - time.monotonic()) + _LATE_S, TIMEOUT_MAX), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _took_too_long(spec: TrialSpec, step: int) -> UnusableError:
+    return UnusableError(f"took longer than {spec.seconds:g} s: given up after step {step}")
 
 
 def _take_all_turns(
@@ -175,7 +205,7 @@ def _take_all_turns(
         if each is not worker:
             return
         if time.monotonic() > ends:
-            raise UnusableError(f"took longer than {spec.seconds:g} s: given up after step {before + len(own.step_s)}")
+            raise _took_too_long(spec, before + len(own.step_s))
         _check_losses(own.losses)
         metrics = {before + found.step: found.metrics for found in own.evaluations}
         loss = next(iter(own.losses[-1:]), None)

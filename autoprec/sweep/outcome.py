@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optuna import Study, Trial
-from optuna.artifacts import FileSystemArtifactStore, upload_artifact
+from optuna.artifacts import FileSystemArtifactStore, get_all_artifact_meta, upload_artifact
 from optuna.trial import TrialState
 
 from autoprec.compare.records import encoded
@@ -126,6 +126,7 @@ def tell(study: Study, trial: Trial, outcome: Outcome, folder: Path, artifacts: 
 def _attach(trial: Trial, folder: Path, artifacts: Path, study: Study) -> None:
     artifacts.mkdir(parents=True, exist_ok=True)
     store = FileSystemArtifactStore(artifacts)
+    known = {one.filename for one in get_all_artifact_meta(trial, storage=study._storage)}  # of one that was cut short
     for name in (MAP_FILE, RESULT_FILE, LOG_FILE):
-        if (folder / name).is_file():
+        if name not in known and (folder / name).is_file():
             upload_artifact(artifact_store=store, file_path=str(folder / name), study_or_trial=trial)

@@ -141,7 +141,12 @@ def trial_target(target: Target, arguments: Mapping[str, Any]) -> Target:
         arguments: Values by name.
     """
     dashes = "" if target.kind == "function" else "--"
-    words = tuple(f"{dashes}{name}={word_of(value)}" for name, value in arguments.items())
+    # a script gets its words as they are, without the quotes by which YAML would know them for text
+    is_plain = target.kind == "script"
+    words = tuple(
+        f"{dashes}{name}={value if is_plain and isinstance(value, str) else word_of(value)}"
+        for name, value in arguments.items()
+    )
     return replace(target, arguments=words)
 
 

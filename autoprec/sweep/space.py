@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 Plain = str | int | float | bool | None
 Params = dict[str, Any]
 
+_MERGE = "tag:yaml.org,2002:merge"
 _MARKS = {"choices", "low", "high"}
 
 
@@ -126,7 +127,8 @@ class Dimension(BaseModel):
         assert self.low is not None
         assert self.high is not None
         count = math.floor((self.high - self.low) / self.step + 1e-9) + 1
-        return tuple(self.low + index * self.step for index in range(count))
+        # the last one may be beyond the end by its rounding, where Optuna would draw another value in its place
+        return tuple(min(self.low + index * self.step, self.high) for index in range(count))
 
     def suggest(self, trial: Trial, name: str) -> Any:
         """Asks a trial for a value.
@@ -190,7 +192,26 @@ def load_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Knows numbers without a point."""
+        """Knows numbers without a point, and refuses a key that comes twice, of which YAML would drop one."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[tuple[str, str]] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and (named := (key.tag, key.value)) != (_MERGE, "<<"):
+                    if named in seen and id(node) not in self.flattened:
+                        raise yaml.constructor.ConstructorError(
+                            None, None, f"the key `{key.value}` comes twice. Keep one of them", key.start_mark
+                        )
+                    seen.add(named)
+            return super().construct_mapping(node, deep)
+
+        def flatten_mapping(self, node: Any) -> None:
+            self.flattened.add(id(node))
+            super().flatten_mapping(node)
+
+        def __init__(self, stream: Any) -> None:
+            super().__init__(stream)
+            self.flattened: set[int] = set()
 
     Loader.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")

@@ -8,6 +8,7 @@ timeout and by trying again. A journal file is for shared file systems on which 
 from __future__ import annotations
 
 import functools
+import os
 import random
 import time
 import warnings
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import optuna
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
@@ -33,6 +35,7 @@ SEEN = "seen"
 _BUSY_S = 60
 _PATIENCE_S = 180.0
 _ATTEMPTS = 20
+_BLOCK = 65536
 _BUSY = ("locked", "busy")
 
 
@@ -47,13 +50,15 @@ def open_storage(url: str | None, folder: Path, max_retry: int) -> BaseStorage:
     Raises:
         SweepError: If it cannot be opened; the message says why.
     """
-    url = url or default_url(folder)
+    url = url or default_url(folder).replace("{", "{{").replace("}", "}}")  # Optuna fills its version into braces
     try:
         with quiet_optuna():
             if url.startswith("journal:"):
                 path = Path(url.removeprefix("journal:").removeprefix("//"))
                 path.parent.mkdir(parents=True, exist_ok=True)
-                return JournalStorage(JournalFileBackend(str(path), JournalFileOpenLock(str(path))))
+                lock = JournalFileOpenLock(str(path))
+                _cut_torn_line(path, lock)
+                return JournalStorage(JournalFileBackend(str(path), lock))
             if url.startswith("grpc://"):
                 return _proxy(url)
             return _database(url, max_retry)
@@ -73,7 +78,10 @@ def default_url(folder: Path) -> str:
     Args:
         folder: The folder.
     """
-    return f"sqlite:///{folder.resolve() / 'study.db'}"
+    path = str(folder.resolve() / "study.db")
+    if "?" in path or "%" in path:  # would begin options of the URL, or stand for another sign
+        path = f"file:{quote(quote(path))}?uri=true"  # SQLAlchemy and SQLite each take one quoting away
+    return f"sqlite:///{path}"
 
 
 @contextmanager
@@ -127,6 +135,33 @@ class PatientStorage(RDBStorage):
 for _name in (*BaseStorage.__abstractmethods__, "record_heartbeat", "_get_stale_trial_ids", "get_trial_params"):
     if callable(getattr(RDBStorage, _name, None)):
         setattr(PatientStorage, _name, _patiently(getattr(RDBStorage, _name)))
+
+
+def _cut_torn_line(path: Path, lock: JournalFileOpenLock) -> None:
+    """Takes away the last line of a journal where its writer was killed in the middle or the disk was full.
+
+    The next line would be written behind it, and Optuna could not read the journal any more.
+    """
+    if not path.is_file() or _whole_bytes(path) == path.stat().st_size:
+        return
+    lock.acquire()  # whoever writes has it
+    try:
+        os.truncate(path, _whole_bytes(path))
+    finally:
+        lock.release()
+
+
+def _whole_bytes(path: Path) -> int:
+    """How many bytes of a file whole lines are."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            if (found := file.read(end - start).rfind(b"\n")) >= 0:
+                return start + found + 1
+            end = start
+    return 0
 
 
 def _database(url: str, max_retry: int) -> RDBStorage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import socket
 import time
@@ -10,17 +11,18 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import optuna
 from filelock import FileLock, Timeout
 from optuna import Study, Trial
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.pruners import BasePruner
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
-from optuna.storages import BaseStorage, RDBStorage, RetryHeartbeatStaleTrialCallback, fail_stale_trials
+from optuna.storages import BaseStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import OperationalError
 
 from autoprec.compare.arms import AUTOPREC
 from autoprec.sweep.config import SweepConfig, SweepError
@@ -66,7 +68,13 @@ class SweepStudy:
         self._own = FileLock(self._lock_of(self.worker), timeout=_LOCK_S)
         with quiet_optuna(), self._lock:
             self.storage: BaseStorage = open_storage(config.storage, self.folder, config.max_retry)
-            self.study = self._open(must_exist)
+            try:
+                self.study = self._open(must_exist)
+            except (StorageInternalError, OperationalError) as error:  # read-only, damaged, a disk that is full
+                raise SweepError(
+                    f"Cannot use the storage `{config.storage or self.folder / 'study.db'}`: {error.__cause__ or error}"
+                    ". It must be one that can be written: see to its permissions and its disk, or choose another one."
+                ) from error
 
     def _make_folder(self) -> None:
         try:
@@ -93,12 +101,12 @@ class SweepStudy:
         if known is None:
             study.set_user_attr(IDENTITY, own)
             study.set_metric_names([objective.name for objective in config.objectives])
-        elif known != own:
+        elif _as_json(known) != _as_json(own):
             other = sorted(name for name in {*known, *own} if known.get(name) != own.get(name))
             listed = "; ".join(f"`{name}` was {known.get(name)!r} and is {own.get(name)!r}" for name in other)
             raise SweepError(
                 f"The study `{config.study_name}` holds trials of another sweep: {listed}. Give this one another `name`"
-                " or another folder by `--out`, or forget the old trials by `--fresh`."
+                " and another folder by `--out`, or forget the old trials by `--fresh`."
             )
         return study
 
@@ -123,13 +131,7 @@ class SweepStudy:
             worker: Its name.
         """
         path = self._lock_of(worker)
-        if worker == self.worker or not path.exists():
-            return False
-        try:
-            with FileLock(path, timeout=0):
-                return True
-        except Timeout:
-            return False
+        return worker != self.worker and path.exists() and not is_held(path)
 
     # ---- trials ----
 
@@ -159,20 +161,28 @@ class SweepStudy:
         """
         with quiet_optuna(), self._lock:
             running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-            dead = [trial for trial in running if self._is_dead(trial, workers)]
+            stale = self._stale()
+            dead = [trial for trial in running if self._is_dead(trial, workers, trial._trial_id in stale)]
             for trial in dead:
                 self._bury(trial, self.config.max_retry)
-            fail_stale_trials(self.study)
         return len(dead)
 
-    def _is_dead(self, trial: FrozenTrial, workers: tuple[str, ...]) -> bool:
+    def _stale(self) -> set[int]:
+        """Trials that gave no sign of life for too long, by the heartbeat of a database."""
+        return set(self.storage._get_stale_trial_ids(self.study._study_id)) if has_heartbeat(self.storage) else set()
+
+    def _is_dead(self, trial: FrozenTrial, workers: tuple[str, ...], is_stale: bool) -> bool:
         worker = trial.user_attrs.get(WORKER)
         if worker is None:  # it went between asking and saying who it is, or it is another machine that is about to
             started = trial.datetime_start
             is_old = started is not None and time.time() - started.timestamp() > GRACE_S
-            return self.config.storage is None or is_old
+            return self.config.storage is None or is_old or is_stale
+        if worker in workers or self.is_dead(worker):
+            return True
+        if self._lock_of(worker).exists():
+            return False  # its lock is held; signs of life are late too where the clock or the machine was set forward
         seen = trial.user_attrs.get(SEEN)
-        return worker in workers or self.is_dead(worker) or (seen is not None and time.time() - float(seen) > GRACE_S)
+        return is_stale or (seen is not None and time.time() - float(seen) > GRACE_S)
 
     def _bury(self, dead: FrozenTrial, max_retry: int | None) -> None:
         """Ends a trial as its result on disk says; without one it is queued again with the values it had."""
@@ -221,6 +231,11 @@ class SweepStudy:
             if self.is_dead(path.stem):
                 path.unlink(missing_ok=True)
 
+    def has_complete_trials(self) -> bool:
+        """Returns whether the target has been trained to its end by now."""
+        with quiet_optuna():
+            return bool(self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
+
     def trial_folder(self, number: int) -> Path:
         """Returns the folder of a trial.
 
@@ -237,6 +252,23 @@ class SweepStudy:
         """
         started = trial.datetime_start
         return f"{self.study.study_name}/{trial.number}/{None if started is None else started.isoformat()}"
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)  # in which NaN is like NaN
+
+
+def is_held(path: Path) -> bool:
+    """Returns whether a process that lives has a lock.
+
+    Args:
+        path: File of the lock, which exists.
+    """
+    try:
+        with FileLock(path, timeout=0):
+            return False
+    except Timeout:
+        return True
 
 
 def first_trials(config: SweepConfig) -> list[str]:
@@ -302,7 +334,7 @@ def make_pruner(config: SweepConfig) -> BasePruner:
     return made
 
 
-def has_heartbeat(storage: BaseStorage) -> bool:
+def has_heartbeat(storage: BaseStorage) -> TypeGuard[RDBStorage]:
     """Returns whether a storage keeps signs of life itself.
 
     Args:

@@ -10,7 +10,7 @@ from threading import Event, Thread
 from typing import Any
 
 from optuna import Trial, TrialPruned
-from optuna.exceptions import StorageInternalError
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import RDBStorage
 
 from autoprec import __version__
@@ -72,6 +72,9 @@ class SweepWorker:
                 outcome = self._outcome(trial)
                 write_outcome(outcome, folder, sweep.mark(trial))
                 tell(sweep.study, trial, outcome, folder, sweep.folder / "artifacts")
+        except UpdateFinishedTrialError:  # another process took this one for dead, and has queued the trial again
+            self._notify({"kind": "end", "trial": trial.number, "state": "failed", "reason": "it was taken for dead"})
+            return
         except BaseException:
             sweep.give_back(trial)
             raise
@@ -105,8 +108,10 @@ class SweepWorker:
             return Outcome("pruned", reason=str(error))
         except FailedTrialError as error:
             return Outcome("failed", reason=str(error))
-        except TargetError:
-            raise
+        except TargetError as error:
+            if not self._sweep.has_complete_trials():
+                raise
+            return Outcome("failed", reason=str(error))  # it can be trained, only not with these values
         except (ValueError, TypeError, OSError) as error:  # values that do not go together, a disk that is full
             return Outcome("failed", reason=f"{type(error).__name__}: {error}")
 

@@ -34,7 +34,8 @@ def main(arguments: list[str]) -> int:
         with lock:
             said.write(json.dumps(event) + "\n")
 
-    from autoprec.sweep.config import SweepError, load_config
+    from autoprec.sweep.config import SweepError
+    from autoprec.sweep.reading import load_config
     from autoprec.sweep.studies import SweepStudy
     from autoprec.sweep.worker import SweepWorker
     from autoprec.target_functions import TargetError
