@@ -272,6 +272,14 @@ def test_a_copy_of_a_model_that_was_parametrized_meanwhile_is_plain() -> None:
         nn.utils.parametrizations.weight_norm(model[0])
         copied = copy.deepcopy(model)
         assert copied[0](rows()).dtype is torch.float32
+        expected = model(rows())
+        with apply_map(copied, {"*": "bf16"}):
+            assert torch.equal(copied(rows()), expected)
+        with apply_map(model, {"2": "fp32"}):
+            seen = runs_in(model, rows())
+        assert (seen["1"], seen["2"]) == (torch.bfloat16, torch.float32)
+        assert torch.equal(model(rows()), expected)
+    assert type(model[0]).__name__ == "ParametrizedLinear"
     assert torch.equal(copied(rows()), model(rows()))
 
 
