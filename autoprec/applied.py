@@ -26,7 +26,7 @@ from autoprec.autocast import ENCODER_FAST_PATH, ambient
 from autoprec.formats import rank
 from autoprec.kept_weights import KeptWeights, is_tracing
 from autoprec.layers import ModuleState, Runtime, first_tensor
-from autoprec.lookalike import plain_class, registers_subclasses, undo_lookalike
+from autoprec.lookalike import part_from_lookalikes, plain_class, registers_subclasses, undo_lookalike
 from autoprec.map_units import judge
 from autoprec.runners import Runner, is_functorch_active, make_base_runner
 from autoprec.trial import Trial
@@ -233,6 +233,7 @@ class AppliedMap:
         return states
 
     def _make_state(self, module: nn.Module, unit: Unit | None) -> AppliedState:
+        part_from_lookalikes(module)  # a parametrization was added under another map, here or in what this is a copy of
         return AppliedState(module, unit, self, None if unit is None else self.formats.get(unit.name))
 
 

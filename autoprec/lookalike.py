@@ -63,6 +63,21 @@ def undo_lookalike(obj: Any) -> None:
             cls.__bases__ = tuple(base.__dict__.get(_BASE, base) for base in cls.__bases__)
 
 
+def part_from_lookalikes(obj: Any) -> None:
+    """Gives an object whose class was derived from a lookalike one that derives from the plain class instead.
+
+    Args:
+        obj: The object; others of its class, as the model that it is a copy of, keep theirs.
+    """
+    cls = type(obj)
+    if _BASE in cls.__dict__ or not any(_BASE in base.__dict__ for base in cls.__bases__):
+        return
+    bases = tuple(base.__dict__.get(_BASE, base) for base in cls.__bases__)
+    body = {name: value for name, value in cls.__dict__.items() if name not in ("__dict__", "__weakref__")}
+    metaclass: Any = type(cls)
+    object.__setattr__(obj, "__class__", metaclass(cls.__name__, bases, body))
+
+
 def _reduce_as(cls: type) -> Callable[..., Any]:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         reduced: Any = _plain_twin(self, cls).__reduce_ex__(protocol)

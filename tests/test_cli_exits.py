@@ -128,7 +128,7 @@ def test_an_encoding_that_lacks_a_character(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "stdout", stream)
     assert cli.main(["apply", "--help"]) == 0
     stream.flush()
-    assert b"--checkpoint" in stream.buffer.getvalue()  # type: ignore[attr-defined]
+    assert b"--checkpoint" in stream.buffer.getvalue()
 
 
 def test_words_of_the_target_stay_its_own() -> None:

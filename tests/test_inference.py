@@ -272,6 +272,14 @@ def test_a_copy_of_a_model_that_was_parametrized_meanwhile_is_plain() -> None:
         nn.utils.parametrizations.weight_norm(model[0])
         copied = copy.deepcopy(model)
         assert copied[0](rows()).dtype is torch.float32
+        expected = model(rows())
+        with apply_map(copied, {"*": "bf16"}):
+            assert torch.equal(copied(rows()), expected)
+        with apply_map(model, {"2": "fp32"}):
+            seen = runs_in(model, rows())
+        assert (seen["1"], seen["2"]) == (torch.bfloat16, torch.float32)
+        assert torch.equal(model(rows()), expected)
+    assert type(model[0]).__name__ == "ParametrizedLinear"
     assert torch.equal(copied(rows()), model(rows()))
 
 
@@ -368,7 +376,7 @@ def test_a_weight_that_was_written_is_noticed(how: str, format_name: str) -> Non
 def test_weights_without_memory_between_forwards(format_name: str) -> None:
     """Offloading gives memory back until a hook of the layer brings the weight again."""
     model = mlp()
-    weight = model[0].weight
+    weight = model.get_parameter("0.weight")
     values, size = weight.detach().clone(), weight.untyped_storage().size()
 
     def bring(module: nn.Module, args: Any) -> None:
@@ -385,7 +393,7 @@ def test_weights_without_memory_between_forwards(format_name: str) -> None:
 @pytest.mark.parametrize("format_name", ["bf16", "int8"])
 def test_an_ensemble_of_functional_calls(format_name: str) -> None:
     models = [mlp(), mlp()]
-    parameters, buffers = torch.func.stack_module_state(models)  # type: ignore[arg-type]
+    parameters, buffers = torch.func.stack_module_state(models)
     base, inputs = mlp(), rows()
 
     def one(parameters: Any, buffers: Any) -> Tensor:
@@ -402,7 +410,7 @@ def test_an_ensemble_of_functional_calls(format_name: str) -> None:
 def test_a_trace_keeps_weights_as_such() -> None:
     model = mlp()
     with torch.no_grad(), apply_map(model, {"*": "bf16"}):
-        traced = torch.jit.trace(model, rows())  # type: ignore[no-untyped-call]
+        traced = torch.jit.trace(model, rows())
         assert torch.equal(traced(rows()), model(rows()))
         doubled = {name: value * 2 for name, value in model.state_dict().items()}
         traced.load_state_dict(doubled)
@@ -418,7 +426,7 @@ def test_a_weight_of_another_class_that_comes_meanwhile() -> None:
     model = mlp()
     with torch.no_grad(), apply_map(model, {"*": "bf16"}):
         expected = model(rows())
-        model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Other))
+        model[0].weight = nn.Parameter(model.get_parameter("0.weight").detach().as_subclass(Other))
         assert torch.equal(model(rows()).as_subclass(Tensor), expected)
 
 
