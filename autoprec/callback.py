@@ -27,18 +27,17 @@ from autoprec.history import History
 from autoprec.installation import Installation
 from autoprec.knobs import KNOBS, steered_units
 from autoprec.listeners import check_path, listeners_for, write_history
-from autoprec.loggers import others_log, take_back
 from autoprec.machine_load import MachineLoad
 from autoprec.map_file import save_map
-from autoprec.metric_names import BITS
 from autoprec.monitoring.config import MonitorConfig, checked
 from autoprec.monitoring.monitor import Monitor, monitor_for
 from autoprec.plan_facts import read_facts
 from autoprec.precision import AutoPrecision
 from autoprec.progress_feed import ProgressFeed
+from autoprec.run_log import RunLog
 from autoprec.saved_state import STATE_VERSION, check_version
 from autoprec.steering import Steering
-from autoprec.summary import mean_bits, metrics, no_decision, summarize
+from autoprec.summary import no_decision, summarize
 from autoprec.trainer_facts import (
     check_alone,
     check_trainer,
@@ -48,7 +47,6 @@ from autoprec.trainer_facts import (
     is_over,
     learning_rate,
     loader_batch_size,
-    log_interval,
     progress,
 )
 
@@ -126,7 +124,6 @@ class AutoPrecisionCallback(Callback):
         self._last_decision = 0
         self._largest_rate = 0.0
         self._seen_samples = 0
-        self._logged_window = 0
         self._next_script = 0
         self._next_epoch = 0
         self._asking.end()
@@ -136,6 +133,7 @@ class AutoPrecisionCallback(Callback):
         self._is_ready = False
         self._load: MachineLoad | None = None
         self._feed = ProgressFeed()
+        self._log = RunLog(self._feed)
         self._saved_controller: dict[str, Any] | None = None
         self._has_new_policy = False
 
@@ -281,7 +279,7 @@ class AutoPrecisionCallback(Callback):
             self._apply(Answer(self._first_map, reasons), f"first map of policy {self.controller.name!r}")
             self._first_map = None
             steering.requests.warn_of_unknown_names()
-        self._logged_window = steering.window
+        self._log.begin(steering.window)
         listeners = listeners_for(trainer, self.record)
         self._monitor = monitor_for(self.monitor, trainer, steering)
         if self._monitor is not None:
@@ -445,27 +443,7 @@ class AutoPrecisionCallback(Callback):
         self._fit.finish_window()
         if self._monitor is not None and self._fit.is_at_boundary:
             self._monitor.end_step()
-        if trainer.barebones or self._fit.window % max(log_interval(trainer), 1):
-            return
-        values, bits = metrics(self._fit), mean_bits(self._fit.knobs)
-        # a row of autoprec's own is written past Lightning, which would end the training where a logger fails
-        if trainer.loggers and (self._feed.has_lost_a_logger or not others_log(trainer)):
-            take_back(trainer)
-            if log_interval(trainer) and self._fit.window != self._logged_window:
-                self._feed.log({**values, BITS: bits})
-            _note_logged(trainer, {**values, BITS: bits})
-            self._logged_window = self._fit.window
-            return
-        self._logged_window = self._fit.window
-        # the batch size has no effect here, but Lightning asks for one where `training_step` takes a `dataloader_iter`
-        if trainer.loggers:
-            self.log_dict(values, batch_size=1)
-        else:  # what `log` does for loggers takes as long as a small step
-            _note(trainer.callback_metrics, values)
-        if trainer.loggers or trainer.progress_bar_callback is not None:
-            self.log(BITS, bits, prog_bar=True, batch_size=1)
-        else:
-            trainer.callback_metrics[BITS] = torch.tensor(bits)
+        self._log.write(self, trainer, self._fit)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Goes back once more if training would end on weights that are not finite."""
@@ -541,14 +519,3 @@ class AutoPrecisionCallback(Callback):
                 f"The checkpoint was written under policy {state_dict['policy']!r}; {self.controller.name!r} starts"
                 " anew. The formats that it begins with are applied; what it leaves open stays as in the checkpoint."
             )
-
-
-def _note_logged(trainer: Any, values: dict[str, float]) -> None:
-    """Notes values as ``log_dict`` does."""
-    for known in (trainer.callback_metrics, trainer.logged_metrics):
-        _note(known, values)
-    trainer.progress_bar_metrics[BITS] = values[BITS]
-
-
-def _note(known: dict[str, Any], values: dict[str, float]) -> None:
-    known.update({name: torch.tensor(value) for name, value in values.items()})

@@ -664,8 +664,8 @@ def test_table_says_what_happened(printed: pytest.LogCaptureFixture) -> None:
     for part in (
         "policy scripted, started from 32-true",
         "7 applied, 1 skipped",
-        "fp32       1 units, 80.9% of parameters",
-        "bf16       1 units, 19.1% of parameters",
+        "fp32       1 unit, 80.9% of parameters",
+        "bf16       1 unit, 19.1% of parameters",
         "of compute",
         "overflow   net.0: 1",
         "net.1",

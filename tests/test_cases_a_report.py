@@ -45,7 +45,7 @@ def test_a01_swapped_half_precision_is_reported_as_what_ran(report: Callable[[],
     assert set(seen["net"]) == {torch.bfloat16}
     assert ap.precision_map() == {"net": "bf16"}
     assert "started from bf16-mixed" in report()
-    assert "bf16       1 units, 100.0% of parameters" in report()
+    assert "bf16       1 unit, 100.0% of parameters" in report()
     assert "fp16       " not in report()
 
 

@@ -61,7 +61,7 @@ def test_a_layer_whose_weight_others_read_is_said_not_to_run(name: str, precisio
 def test_a_model_of_which_nothing_is_called() -> None:
     ap = scripted({0: all_in("bf16")})
     cpu(callbacks=[ap]).fit(task_of(Reads()))
-    assert "bf16       1 units, 100.0% of parameters (net.inner: never called)" in remarks(ap)[0]
+    assert "bf16       1 unit, 100.0% of parameters (net.inner: never called)" in remarks(ap)[0]
 
 
 def test_nothing_is_said_while_lightning_runs_the_layers() -> None:

@@ -267,6 +267,7 @@ NOT_SAVED = {
     "_effects_at_entry": "noted when a step begins",
     "backwards": "counted from when a window opens",
     "records_all": "set when a window opens",
+    "_logged_window": "a resumed run does not log the window again that it begins with",
     "restored": "says how much of the history comes from a checkpoint",
     "trial": "the first window of any run is one",
     "_locator": "the search for the layer at fault begins anew",
