@@ -1,9 +1,11 @@
-"""Files of JSON that are whole or not there, for results that later runs go on from."""
+"""Files of JSON that are whole or not there, which later runs go on from, and values as JSON can hold them."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,3 +55,29 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def encoded(value: Any) -> Any:
+    """Returns a value as JSON can hold it: numbers that are not finite become strings that ``float`` reads.
+
+    Args:
+        value: Mappings, sequences, strings, numbers, ``None``.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): encoded(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encoded(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def primitive(value: Any) -> Any:
+    """Returns a value as primitives: what is none of them becomes its text.
+
+    Args:
+        value: Anything; mappings, sequences and sets are gone through.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): primitive(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple, Set)):
+        return [primitive(entry) for entry in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from autoprec.cost_table import CostTable
 from autoprec.hardware import describe
+from autoprec.json_files import primitive
 from autoprec.logger_listener import LoggerListener
 from autoprec.machine import circumstances, command_line
 from autoprec.machine_load import MachineLoad
@@ -322,7 +323,7 @@ def _run_info(trainer: Any, steering: Steering, settings: PluginSettings, policy
         interval=interval,
         knobs=tuple(knob for knob in settings.knobs if knob not in knobs.masked),
         masked=dict(knobs.masked),
-        settings=_primitive(asdict(settings.config)),
+        settings=primitive(asdict(settings.config)),
         base_precision=str(knobs.base.precision),
         units=tuple(
             UnitInfo(
@@ -365,12 +366,3 @@ def _metrics(trainer: Any) -> dict[str, float]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _primitive(value: Any) -> Any:
-    """Returns what JSON can hold."""
-    if isinstance(value, dict):
-        return {str(key): _primitive(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_primitive(each) for each in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

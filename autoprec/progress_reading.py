@@ -96,8 +96,8 @@ class RunInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgressReading:
-    """The run at one decision point, after what was decided there.
+class StepNumbers:
+    """The numbers of a run at one decision point, after what was decided there.
 
     ``None`` stands for what is not known; measured numbers may be infinite or NaN.
 
@@ -123,12 +123,6 @@ class ProgressReading:
         decision_ms: What the decision took, measurements for it included.
         memory_bytes: Memory that the run holds: of torch's allocator on a GPU, else resident memory of the process.
         utilisation: Share of the time that the device was busy, 0 to 1.
-        formats: Format of every unit from here on.
-        changed: Those of them that differ from the last reading's.
-        activation_amax: Largest output magnitude in the latest sample, by unit.
-        grad_norms: Norm of the unit's gradient in the latest applied step, by unit.
-        overflows: Outputs outside their format's range since the last reading, by unit, where there were any.
-        costs: What formats cost in units, where that was measured since the last reading, else ``None``.
     """
 
     window: int
@@ -152,6 +146,21 @@ class ProgressReading:
     decision_ms: float = 0.0
     memory_bytes: int | None = None
     utilisation: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressReading(StepNumbers):
+    """The run at one decision point, after what was decided there; see :class:`StepNumbers` for its numbers.
+
+    Args:
+        formats: Format of every unit from here on.
+        changed: Those of them that differ from the last reading's.
+        activation_amax: Largest output magnitude in the latest sample, by unit.
+        grad_norms: Norm of the unit's gradient in the latest applied step, by unit.
+        overflows: Outputs outside their format's range since the last reading, by unit, where there were any.
+        costs: What formats cost in units, where that was measured since the last reading, else ``None``.
+    """
+
     formats: Mapping[str, str] = field(default_factory=dict)
     changed: Mapping[str, str] = field(default_factory=dict)
     activation_amax: Mapping[str, float] = field(default_factory=dict)

@@ -8,19 +8,18 @@ way is moved into a folder beside it.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from autoprec.history import Decision
-from autoprec.json_files import write_json, write_whole
+from autoprec.json_files import encoded, write_json, write_whole
 from autoprec.progress_reading import ProgressReading, RunInfo, RunTotals
 from autoprec.run_record import HISTORY, RUN, STEPS, VERSION, RecordedStep, RecordError, RunRecord, read_record
 
-_STEP_FIELDS = frozenset(RecordedStep.model_fields) - {"formats"}
+_STEP_FIELDS = tuple(one.name for one in fields(RecordedStep))
 
 
 class RecordWriter:
@@ -71,9 +70,9 @@ class RecordWriter:
         self._check_own()
         if self._is_history_new:
             self._is_history_new = False
-            write_whole(self._folder / HISTORY, _text(map(_plain, decisions)))
+            write_whole(self._folder / HISTORY, _text(map(Decision.to_dict, decisions)))
         else:
-            _append(self._folder / HISTORY, map(_plain, decisions))
+            _append(self._folder / HISTORY, map(Decision.to_dict, decisions))
 
     def progressed(self, reading: ProgressReading) -> None:
         """Adds a line to ``steps.jsonl``.
@@ -84,9 +83,9 @@ class RecordWriter:
         self._check_own()
         formats = reading.changed if self._has_all_formats else reading.formats
         self._has_all_formats = True
-        line = {name: getattr(reading, name) for name in _STEP_FIELDS} | {"formats": dict(formats)}
-        line["elapsed_s"] = self._before_s + reading.elapsed_s
-        _append(self._folder / STEPS, [{name: line[name] for name in RecordedStep.model_fields}])
+        line = {name: getattr(reading, name) for name in _STEP_FIELDS}
+        line |= {"formats": formats, "elapsed_s": self._before_s + reading.elapsed_s}
+        _append(self._folder / STEPS, [line])
         if reading.costs is not None:
             self._document["costs"] = encoded(reading.costs)
             self._write_run()
@@ -98,14 +97,17 @@ class RecordWriter:
             totals: How it ended.
         """
         self._check_own()
-        write_whole(self._folder / HISTORY, _text(map(_plain, totals.history)))
+        write_whole(self._folder / HISTORY, _text(map(Decision.to_dict, totals.history)))
         totals = replace(
             totals,
             history=(),
             wall_s=self._before_s + totals.wall_s,
             decision_s=self._before_decision_s + totals.decision_s,
         )
-        self._document |= {"status": totals.ended, "totals": encoded(_as_dict(totals))}
+        self._document |= {
+            "status": totals.ended,
+            "totals": encoded({one.name: getattr(totals, one.name) for one in fields(totals)}),
+        }
         self._write_run()
 
     # ---- inside ----
@@ -154,31 +156,9 @@ class RecordWriter:
             raise RuntimeError("another run writes its record there; give each run a folder of its own")
 
 
-def encoded(value: Any) -> Any:
-    """Returns a value as JSON can hold it: numbers that are not finite become strings that ``float`` reads.
-
-    Args:
-        value: Mappings, sequences, strings, numbers, ``None``.
-    """
-    if isinstance(value, Mapping):
-        return {str(key): encoded(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [encoded(entry) for entry in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _identity(path: Path) -> tuple[int, int]:
     found = path.stat()
     return found.st_dev, found.st_ino
-
-
-def _as_dict(value: Any) -> dict[str, Any]:
-    assert is_dataclass(value), "totals are a dataclass"
-    return {field.name: getattr(value, field.name) for field in fields(value)}
-
-
-def _plain(decision: Decision) -> dict[str, Any]:
-    return decision.to_dict()
 
 
 def _text(entries: Iterable[Mapping[str, Any]]) -> bytes:

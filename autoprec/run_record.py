@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from autoprec.history import Decision
-from autoprec.progress_reading import RunInfo, RunTotals
+from autoprec.progress_reading import RunInfo, RunTotals, StepNumbers
 
 VERSION: Final = 1
 RUN, HISTORY, STEPS = "run.json", "history.jsonl", "steps.jsonl"
@@ -47,35 +49,25 @@ class RecordedCost(_Model):
     error: float = 0.0
 
 
-class RecordedStep(_Model):
-    """The run at one decision point; see :class:`~autoprec.progress_reading.ProgressReading` for what is meant.
+@pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class RecordedStep(StepNumbers):
+    """The run at one decision point.
 
-    ``elapsed_s`` counts on over resumed runs. ``formats`` has the units whose format changed since the last line.
+    ``elapsed_s`` counts on over resumed runs.
+
+    Args:
+        formats: Format of the units whose format changed since the last line.
+        overflows: Outputs outside their format's range since the last line, by unit, where there were any.
     """
 
-    window: int
     global_step: int = 0
     epoch: int = 0
     elapsed_s: float = 0.0
-    loss: float | None = None
-    loss_scale: float = 1.0
-    clip_threshold: float = float("inf")
-    batch_size: int | None = None
-    accumulate: int = 1
-    grad_norm: float | None = None
-    noise_scale: float | None = None
-    learning_rate: float | None = None
-    applied: int = 0
-    skipped: int = 0
-    undone: int = 0
-    rollbacks: int = 0
-    step_ms: float | None = None
-    samples_per_s: float | None = None
-    decision_ms: float = 0.0
-    memory_bytes: int | None = None
-    utilisation: float | None = None
-    formats: dict[str, str] = Field(default_factory=dict)
-    overflows: dict[str, int] = Field(default_factory=dict)
+    formats: dict[str, str] = field(default_factory=dict)
+    overflows: dict[str, int] = field(default_factory=dict)
+
+
+_STEP = TypeAdapter(RecordedStep)
 
 
 class RunFile(_Model):
@@ -197,7 +189,7 @@ def read_record(folder: str | Path) -> RunRecord:
         )
     run = _read_run(folder / RUN)
     decisions, damaged_decisions = _lines(folder / HISTORY, _decision)
-    steps, damaged_steps = _lines(folder / STEPS, RecordedStep.model_validate)
+    steps, damaged_steps = _lines(folder / STEPS, _STEP.validate_python)
     if run.totals is not None:  # a resumed run may end before the place that it had come to before
         steps = [step for step in steps if step.window <= run.totals.window]
     return RunRecord(

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 from autoprec import metric_names
 from autoprec.formats import FORMATS, get_format
 from autoprec.history import Decision
+from autoprec.json_files import encoded
 from autoprec.progress_reading import ProgressReading, RunInfo, RunTotals, UnitInfo
 
 Row: TypeAlias = "list[str | int | float | None]"
@@ -158,7 +159,7 @@ def settings_of(info: RunInfo) -> dict[str, Any]:
         info: The run as training begins.
     """
     document = {name: value for name, value in asdict(info).items() if name not in _LEFT_OUT}
-    return {**_plain(document), "units": len(info.units)}
+    return {**encoded(document), "units": len(info.units)}
 
 
 def reading_metrics(reading: ProgressReading) -> dict[str, float]:
@@ -213,7 +214,7 @@ def document(info: RunInfo, totals: RunTotals, formats: FormatMap) -> dict[str, 
         totals: How it ended.
         formats: Its format map.
     """
-    history = [_plain(decision.to_dict()) for decision in totals.history]
+    history = [encoded(decision.to_dict()) for decision in totals.history]
     return {
         "settings": settings_of(info),
         "ended": totals.ended,
@@ -232,12 +233,3 @@ def _text(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:g}" if isinstance(value, float) else str(value).replace("\n", " ")
-
-
-def _plain(value: Any) -> Any:
-    """Numbers that are not finite become text: JSON has none."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -147,16 +148,15 @@ class ModuleTasks(TrainingTasks):
         self._settings, self._module = settings, settings.module
         self._twin: TrainingTwin | None = None
         try:
-            env = self._make()
-            self._twin = self._found_twin(folder)
-            if self._twin is None:
-                tell(Progress(0, 1, "twins"))
-                self._twin = env.twin
-                write_json(folder / TWIN_FILE, asdict(self._twin))
-                tell(Progress(1, 1, "twins"))
+            with closing(self._make()) as env:
+                self._twin = self._found_twin(folder)
+                if self._twin is None:
+                    tell(Progress(0, 1, "twins"))
+                    self._twin = env.twin
+                    write_json(folder / TWIN_FILE, asdict(self._twin))
+                    tell(Progress(1, 1, "twins"))
         except (TargetError, TypeError, ValueError) as error:
             raise SettingsError(f"Cannot train on `{self._module.target}`: {error}") from error
-        env.close()
         self.validation_env: TrainingRows = TrainingRows([self._make()])
 
     def environment(self, share: float) -> TrainingRows:

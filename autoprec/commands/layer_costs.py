@@ -59,18 +59,12 @@ def measure(target: Target, settings: Settings, prints_to_stderr: bool) -> dict[
     callback = AutoPrecisionCallback("table", interval=1, config=settings.config(), verbose=False)
     callback.is_of_command = True  # type: ignore[attr-defined]
     found: dict[str, Any] = {}
-    before = torch.get_num_threads()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
 
     def after_fit(trainer: Any, arguments: dict[str, Any]) -> None:
         found.update(_document(target, settings, callback, trainer))
 
     fit = OneFit(target, lambda: [callback, _Stop(callback, settings.steps)], {}, after_fit)
-    try:
-        fit.run(prints_to_stderr=prints_to_stderr)
-    finally:
-        torch.set_num_threads(before)
+    fit.run(settings.threads, prints_to_stderr)
     return found
 
 

@@ -70,18 +70,12 @@ def measure(target: Target, settings: Settings, prints_to_stderr: bool) -> dict[
     """
     found: dict[str, Any] = {}
     watch = _Watch()
-    before = torch.get_num_threads()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
 
     def after_fit(trainer: Any, arguments: dict[str, Any]) -> None:
         found.update(_Validation(target, settings, watch, trainer, arguments).document())
 
     arguments = {"num_sanity_val_steps": 0, "limit_val_batches": settings.batches}
-    try:
-        OneFit(target, lambda: [watch], arguments, after_fit).run(prints_to_stderr=prints_to_stderr)
-    finally:
-        torch.set_num_threads(before)
+    OneFit(target, lambda: [watch], arguments, after_fit).run(settings.threads, prints_to_stderr)
     return found
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
+
 from autoprec.compare.arms import parse_arm
 from autoprec.compare.edits import edit_arguments
 from autoprec.compare.targets import Target
@@ -57,11 +59,11 @@ class OneFit:
         self._has_fitted = False
         self.changes: list[str] = []
 
-    def run(self, seed: int = 0, prints_to_stderr: bool = False) -> None:
+    def run(self, threads: int | None = None, prints_to_stderr: bool = False) -> None:
         """Runs the target up to the end of its first fit; loggers and checkpoints write into a folder that goes.
 
         Args:
-            seed: Seed of the run.
+            threads: Threads for one operation meanwhile, ``None`` for what torch uses.
             prints_to_stderr: Whether standard output is left to the command.
 
         Raises:
@@ -69,10 +71,16 @@ class OneFit:
             KeyboardInterrupt: After Ctrl-C, which Lightning turns into the end of the process.
         """
         output = contextlib.redirect_stdout(sys.stderr) if prints_to_stderr else contextlib.nullcontext()
-        with TemporaryDirectory(prefix="autoprec-") as folder, output, _quiet_lightning(), _own_interrupts():
+        with (
+            TemporaryDirectory(prefix="autoprec-") as folder,
+            output,
+            _quiet_lightning(),
+            _own_interrupts(),
+            _threads(threads),
+        ):
             self._folder = Path(folder)
             with contextlib.suppress(_StopError):
-                self._target.train(self, seed)
+                self._target.train(self, seed=0)
         if not self._has_fitted:
             raise TargetError(
                 f"The target `{self._target.text}` ended without a `Trainer.fit` of `lightning.pytorch`. A script must"
@@ -112,6 +120,16 @@ def _make_first(base: type) -> Any:
                 trainer.callbacks.remove(callback)
 
     return type("First", (base,), {"setup": setup})()
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 from autoprec.compare.arms import Arm
 from autoprec.compare.checks import SUFFIX
 from autoprec.compare.messages import Done, Finish, Ready, Turn
-from autoprec.compare.records import Evaluation, Run, Step, encoded
+from autoprec.compare.records import Evaluation, Run, Step
 from autoprec.compare.session import RunSpec, train
 from autoprec.compare.settings import CompareSettings
 from autoprec.compare.store import Store, Stored
 from autoprec.compare.turns import Job, Plan, RunError, Worker, open_workers, take_turns
+from autoprec.json_files import encoded
 from autoprec.target_functions import TargetError
 
 NOT_RUNNABLE = "not runnable: "

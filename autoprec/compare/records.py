@@ -5,10 +5,11 @@ Everything that judges or shows a comparison reads these classes; nothing here t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from autoprec.json_files import encoded
 
 VERSION = 1
 """Version of the JSON document."""
@@ -163,16 +164,3 @@ def _number(value: Any) -> float | None:
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in values.items()}
-
-
-def encoded(value: Any) -> Any:
-    """Returns a value as JSON can hold it: numbers that are not finite become strings that ``float`` reads.
-
-    Args:
-        value: Mappings, sequences, strings, numbers, ``None``.
-    """
-    if isinstance(value, Mapping):
-        return {key: encoded(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [encoded(entry) for entry in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

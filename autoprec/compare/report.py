@@ -11,12 +11,11 @@ from rich.console import Console
 
 from autoprec.compare.arms import FP32
 from autoprec.compare.picture import draw
-from autoprec.compare.records import encoded
 from autoprec.compare.run import Result
 from autoprec.compare.settings import CompareSettings
 from autoprec.compare.table import render_table
 from autoprec.compare.verdict import Verdict, judge, summary_line
-from autoprec.json_files import write_json
+from autoprec.json_files import encoded, write_json
 
 MARGIN_SHARE = 0.01
 """Part of the static arms' metric that counts as no difference where the user sets no margin."""

@@ -13,6 +13,7 @@ from autoprec.compare.arm_figures import ArmFigures
 from autoprec.compare.picture import Point as CurvePoint
 from autoprec.compare.picture import band, evaluations, losses
 from autoprec.compare.records import Comparison, Run
+from autoprec.compare.statistics import Estimate
 from autoprec.compare.verdict import NOISE, Verdict
 from autoprec.report import record_parts as parts
 from autoprec.report.charts import STATIC, STEERED, Line, Point, bars, lines, points
@@ -265,18 +266,7 @@ def _ratios(verdict: Verdict) -> Chart | None:
     known = [arm for arm in verdict.arms if math.isfinite(arm.time_ratio.value)]
     if not known:
         return None
-    colours = _colours(verdict)
-    drawn = [
-        Point(
-            name=arm.arm,
-            value=arm.time_ratio.value,
-            low=arm.time_ratio.low,
-            high=arm.time_ratio.high,
-            colour=colours[arm.arm][0],
-            is_hollow=arm.problem is not None,
-        )
-        for arm in known
-    ]
+    drawn = _points(verdict, [(arm, arm.time_ratio) for arm in known])
     what = "Step time" if verdict.time_basis == "step" else "Time of a whole run"
     figure = points(
         drawn, f"less is faster than {verdict.best_static}", centre=1.0, band=NOISE, band_name=f"noise ({NOISE:.0%})"
@@ -290,6 +280,21 @@ def _ratios(verdict: Verdict) -> Chart | None:
     )
 
 
+def _points(verdict: Verdict, estimates: Sequence[tuple[ArmFigures, Estimate]]) -> list[Point]:
+    colours = _colours(verdict)
+    return [
+        Point(
+            name=arm.arm,
+            value=estimate.value,
+            low=estimate.low,
+            high=estimate.high,
+            colour=colours[arm.arm][0],
+            is_hollow=arm.problem is not None,
+        )
+        for arm, estimate in estimates
+    ]
+
+
 def _differences(verdict: Verdict) -> Chart | None:
     known = [
         arm
@@ -298,18 +303,7 @@ def _differences(verdict: Verdict) -> Chart | None:
     ]
     if not known or verdict.reference is None:
         return None
-    colours = _colours(verdict)
-    drawn = [
-        Point(
-            name=arm.arm,
-            value=arm.difference.value,
-            low=arm.difference.low,
-            high=arm.difference.high,
-            colour=colours[arm.arm][0],
-            is_hollow=arm.problem is not None,
-        )
-        for arm in known
-    ]
+    drawn = _points(verdict, [(arm, arm.difference) for arm in known])
     better = "less" if verdict.mode == "min" else "more"
     figure = points(
         drawn, f"{better} is better", centre=0.0, band=verdict.margin, band_name="counts as no difference", form="+.2g"

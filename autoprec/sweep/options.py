@@ -9,6 +9,7 @@ from typing import Any
 
 from autoprec import AutoPrecisionCallback, AutoPrecisionConfig, recipe
 from autoprec.formats import nearest
+from autoprec.json_files import primitive
 
 RECIPE = "recipe"
 """Name of the recipe that ``config`` begins with."""
@@ -96,7 +97,7 @@ def as_init_args(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     arguments = callback_arguments(options)
     config = arguments.pop("config", None)
-    plain = {name: _plain(value) for name, value in arguments.items()}
+    plain = {name: primitive(value) for name, value in arguments.items()}
     if config is not None and (changed := _differences(config, AutoPrecisionConfig())):
         plain["config"] = changed
     return plain
@@ -110,13 +111,5 @@ def _differences(value: Any, default: Any) -> dict[str, Any]:
             if inner := _differences(mine, other):
                 found[field.name] = inner
         elif mine != other:
-            found[field.name] = _plain(mine)
+            found[field.name] = primitive(mine)
     return found
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

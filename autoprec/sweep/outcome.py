@@ -12,8 +12,7 @@ from optuna import Study, Trial
 from optuna.artifacts import FileSystemArtifactStore, get_all_artifact_meta, upload_artifact
 from optuna.trial import TrialState
 
-from autoprec.compare.records import encoded
-from autoprec.json_files import read_json, write_json
+from autoprec.json_files import encoded, read_json, write_json
 from autoprec.sweep.config import SweepConfig
 from autoprec.sweep.measure import LOG_FILE, MAP_FILE, Measured, UnusableError
 

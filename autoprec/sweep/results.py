@@ -12,8 +12,7 @@ from typing import Any
 from optuna import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from autoprec.compare.records import encoded
-from autoprec.json_files import write_json
+from autoprec.json_files import encoded, write_json
 from autoprec.sweep.config import Objective, SweepConfig
 from autoprec.sweep.outcome import FIGURES, REASON
 from autoprec.sweep.plan import BASELINE
